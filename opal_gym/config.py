@@ -1,0 +1,710 @@
+"""Configuration of a simulation, in the JSON form of the seed's "Configuration" section.
+
+Every model is frozen and refuses unknown keys and wrong types. `load_config` reads a scenario's
+name, a JSON file or a mapping, applies overrides, and reports every mistake with the key's full
+path, the value and what is allowed, before anything runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from opal_gym.sim.gpu_model import GPU_CONSTANTS
+from opal_gym.sim.llm_model import MODELS, LLMModel, num_gpu_blocks
+
+PACKAGE = Path(__file__).resolve().parent
+# A wheel carries configs/ inside the package; a checkout has it beside the package.
+CONFIGS = next(path for path in (PACKAGE / "configs", PACKAGE.parent / "configs") if path.is_dir())
+SCENARIOS = CONFIGS / "scenarios"
+
+DecisionName = Literal["CHUNK", "PREEMPT", "ADMIT"]
+LengthInformation = Literal["predicted", "oracle", "none"]
+RewardTerm = Literal["latency", "slowdown", "ttft", "goodput", "throughput", "preemption"]
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class ConfigError(ValueError):
+    """An impossible configuration; the message names the key, the value and what is allowed."""
+
+
+class Section(BaseModel):
+    """A frozen part of the configuration that refuses unknown keys and wrong types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def List(item: Any, **constraints: Any) -> Any:  # noqa: N802 - a type, written like one
+    """An immutable sequence that is written as a JSON list."""
+    return Annotated[tuple[item, ...], Field(strict=False, **constraints)]
+
+
+class SimulationConfig(Section):
+    """What is simulated, independent of the worker."""
+
+    length_information: LengthInformation = Field(
+        "predicted",
+        description="What schedulers see of a request's output length: a noisy prediction, "
+        "the truth (`oracle`), or nothing (`none`)",
+    )
+    check_invariants: bool = Field(
+        False, description="Check the seed's memory and batch invariants after every step (slow)"
+    )
+    step_by_step: bool = Field(
+        False,
+        description="One SimPy timeout per engine step, instead of one per span of equal steps; "
+        "the reference that spans are tested against",
+    )
+
+
+class ModelConfig(Section):
+    """The served model."""
+
+    name: str = Field("llama-3.1-8b", description="A model of `opal_gym.sim.llm_model.MODELS`")
+
+    @model_validator(mode="after")
+    def _known(self) -> ModelConfig:
+        if self.name not in MODELS:
+            raise _refused("name", self.name, f"one of {', '.join(sorted(MODELS))}")
+        return self
+
+    @property
+    def shape(self) -> LLMModel:
+        """The model's shape: layers, heads, parameters."""
+        return MODELS[self.name]
+
+
+class WorkerParams(Section):
+    """The worker's messages to its router (seed, "Required Configuration Parameters")."""
+
+    periodic_infra_update_time: Positive = Field(
+        1.0, description="Seconds between two load updates to the router"
+    )
+    kvcevent_coalesce_time: NonNegative = Field(
+        0.1, description="Seconds over which KV-cache events are gathered into one message"
+    )
+
+
+class VLLMSchedulerConfig(Section):
+    """The scheduler's parameters (seed, "VLLMSchedulerConfig"; DESIGN §2)."""
+
+    max_num_seqs: Count = Field(256, description="Max sequences in a batch")
+    max_num_batched_tokens: Count = Field(2048, description="Max tokens per step")
+    chunked_prefill: bool = Field(
+        True,
+        description="Split large prompts into chunks; off: a prompt is prefilled in one step, "
+        "which requires max_num_batched_tokens >= max_model_len",
+    )
+    max_model_len: Count | None = Field(
+        None, description="Max prompt + output tokens of a request; default: the model's own"
+    )
+    block_size: Count = Field(16, description="Tokens per GPU memory block")
+    num_gpu_blocks_override: Count | None = Field(
+        None, description="Blocks of the KV pool; default: what the GPU's memory holds"
+    )
+    gpu_memory_kvcache_bytes: Count | None = Field(
+        None, description="Bytes of the KV pool; default: what the GPU's memory holds"
+    )
+    max_kvc_ready_requests: Count = Field(
+        4, description="Max waiting requests that hold fetched (or being fetched) KV blocks"
+    )
+    lookahead_reqs: Count = Field(256, description="Max waiting requests scanned per rebuild")
+    rebuild_on: Literal["completion", "change"] = Field(
+        "completion",
+        description="`completion`: the seed's persistent batch; `change`: also whenever asking "
+        "could change something (arrival, READY, end of a prefill, left-over tokens)",
+    )
+    first_token_at_prefill_end: bool = Field(
+        False, description="The step that ends a prefill makes the first token (as real vLLM)"
+    )
+    chunk_budgets: List(Count, min_length=1) | None = Field(  # type: ignore[valid-type]
+        None,
+        description="Prefill tokens per step that CHUNK offers, largest first; default: "
+        "max_num_batched_tokens divided by 1, 2, 4, 8, 16",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> VLLMSchedulerConfig:
+        budget = self.max_num_batched_tokens
+        if self.max_num_seqs > budget:
+            raise _refused(
+                "max_num_seqs",
+                self.max_num_seqs,
+                f"at most max_num_batched_tokens = {budget}, since every decode takes a token",
+            )
+        if self.num_gpu_blocks_override and self.gpu_memory_kvcache_bytes:
+            raise _refused(
+                "gpu_memory_kvcache_bytes",
+                self.gpu_memory_kvcache_bytes,
+                "either this or num_gpu_blocks_override, not both",
+            )
+        for chunk in self.chunk_budgets or ():
+            if chunk > budget:
+                raise _refused("chunk_budgets", chunk, f"at most max_num_batched_tokens = {budget}")
+        return self
+
+    @property
+    def chunk_choices(self) -> tuple[int, ...]:
+        """The budgets of a CHUNK question in tokens per step, largest first, without duplicates."""
+        budgets = self.chunk_budgets or tuple(
+            max(1, self.max_num_batched_tokens // 2**i) for i in range(5)
+        )
+        return tuple(sorted(set(budgets), reverse=True))
+
+
+class HardwareConfig(Section):
+    """The GPUs of one worker (seed, "hw")."""
+
+    gpu: str = Field("H100", description="Name of the GPU, as the calibrated model knows it")
+    memory_gb: Positive = Field(80.0, description="Memory of one GPU in GiB")
+    tflops: Positive = Field(989.0, description="Dense bf16 peak of one GPU in TFLOPS")
+    mem_bw_TBps: Positive = Field(  # noqa: N815 - the seed's key
+        3.35, description="Memory bandwidth of one GPU in TB/s"
+    )
+    tp: Count = Field(1, description="Tensor-parallel degree; KV memory = tp * memory_gb")
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="Share of the memory that the worker may use (1.0: the seed)"
+    )
+    activation_reserve_gb: NonNegative = Field(
+        0.0, description="GiB of each GPU kept for activations (0: the seed; 1.2-3 real)"
+    )
+
+
+class RooflineParams(Section):
+    """The seed's timing: max(longest prefill, batched decode)."""
+
+    model: Literal["roofline"] = "roofline"
+
+
+class CalibratedParams(Section):
+    """One fused forward pass with constants fitted per GPU."""
+
+    model: Literal["calibrated"] = "calibrated"
+    step_overhead_s: NonNegative | None = Field(
+        None, description="Host seconds per step; default 1.5 ms at tp 1, 3 ms at tp >= 2"
+    )
+
+
+class SyntheticParams(Section):
+    """A linear step time, for tests."""
+
+    model: Literal["synthetic"] = "synthetic"
+    base_s: NonNegative = Field(1.0, description="Seconds of every step")
+    per_prefill_token_s: NonNegative = Field(0.0, description="Seconds per prefill token")
+    per_decode_s: NonNegative = Field(0.0, description="Seconds per decoding request")
+    per_context_token_s: NonNegative = Field(
+        0.0, description="Seconds per token of context of the decoding requests"
+    )
+
+    @model_validator(mode="after")
+    def _takes_time(self) -> SyntheticParams:
+        if self.base_s == 0 and (self.per_prefill_token_s == 0 or self.per_decode_s == 0):
+            raise _refused(
+                "base_s",
+                self.base_s,
+                "above 0 unless prefill tokens and decodes both take time (a step must last)",
+            )
+        return self
+
+
+InferenceParams = Annotated[
+    RooflineParams | CalibratedParams | SyntheticParams, Field(discriminator="model")
+]
+
+
+class WorkerConfig(Section):
+    """One worker: its messages, scheduler, hardware and timing."""
+
+    worker_params: WorkerParams = WorkerParams()
+    vllm_params: VLLMSchedulerConfig = VLLMSchedulerConfig()
+    hw: HardwareConfig = HardwareConfig()
+    inference_params: InferenceParams = RooflineParams()
+
+
+class TierConfig(Section):
+    """A storage tier of the KV cache."""
+
+    name: Literal["CPUMemory", "LocalNVMe", "DistributedFS"] = "CPUMemory"
+    capacity_GB: Positive = Field(description="Capacity in GB (1e9 bytes)")  # noqa: N815
+    bandwidth_GBps: Positive = Field(description="Bandwidth in GB/s (1e9 bytes)")  # noqa: N815
+    latency_nsec: NonNegative = Field(0.0, description="Latency of a transfer in ns")
+
+
+class KVCacheConfig(Section):
+    """The KV cache engine; without tiers there are no matches and no cost."""
+
+    hash_block_tokens: Count = Field(512, description="Tokens that one hash id stands for")
+    tiers: List(TierConfig, max_length=1) = ()  # type: ignore[valid-type]
+
+
+class LogNormalLength(Section):
+    """Token counts exp(N(ln median, sigma²)), rounded and clipped to [min, max]."""
+
+    kind: Literal["lognormal"] = "lognormal"
+    median: Positive
+    sigma: NonNegative
+    min: Count = 1
+    max: Count = 16384
+
+    @model_validator(mode="after")
+    def _range(self) -> LogNormalLength:
+        if self.min > self.max:
+            raise _refused("min", self.min, f"at most max = {self.max}")
+        return self
+
+
+class FixedLength(Section):
+    """Always the same token count."""
+
+    kind: Literal["fixed"] = "fixed"
+    tokens: Count
+
+
+class MixtureLength(Section):
+    """One of several length distributions, drawn with probability proportional to its share."""
+
+    kind: Literal["mixture"] = "mixture"
+    parts: List(MixturePart, min_length=1)  # type: ignore[valid-type]
+
+
+LengthConfig = Annotated[LogNormalLength | FixedLength | MixtureLength, Field(discriminator="kind")]
+
+
+class MixturePart(Section):
+    """A part of a mixture."""
+
+    share: Positive
+    length: LengthConfig
+
+
+class PrefixConfig(Section):
+    """Prompts that begin with one of `num_prefixes` shared documents, Zipf-popular."""
+
+    num_prefixes: Count
+    tokens: Count = Field(description="Tokens of the shared document at the prompt's start")
+    zipf: NonNegative = Field(1.1, description="Exponent of the popularity; 0: uniform")
+
+
+class TenantConfig(Section):
+    """A group of users with its lengths, weight and service-level objective."""
+
+    name: str = "default"
+    share: Positive = Field(1.0, description="Share of the requests, relative to the others")
+    prompt: LengthConfig
+    output: LengthConfig
+    prefix: PrefixConfig | None = None
+    weight: Positive = Field(1.0, description="Weight in `slowdown` and weighted goodput")
+    slo: Literal["interactive", "conversational"] | None = Field(
+        None,
+        description="TTFT/TPOT objective of MLPerf Inference for Llama-3.1-8B: interactive "
+        "500/30 ms, conversational 2000/100 ms; none: never missed",
+    )
+    priority: int = Field(0, description="vLLM's priority: lower runs first where it is used")
+
+
+class PoissonProcess(Section):
+    """Exponential gaps."""
+
+    kind: Literal["poisson"] = "poisson"
+
+
+class GammaProcess(Section):
+    """Gamma-distributed gaps with a coefficient of variation."""
+
+    kind: Literal["gamma"] = "gamma"
+    cv: Positive
+
+
+class OnOffModulation(Section):
+    """The rate is multiplied by one of two factors, with exponential dwell times."""
+
+    kind: Literal["on_off"] = "on_off"
+    on_factor: NonNegative
+    off_factor: NonNegative
+    mean_on_s: Positive
+    mean_off_s: Positive
+
+
+class SineModulation(Section):
+    """The rate is multiplied by 1 + amplitude * sin(2π t / period + phase)."""
+
+    kind: Literal["sine"] = "sine"
+    period_s: Positive
+    amplitude: Annotated[float, Field(ge=0, lt=1)]
+    phase: float | None = Field(None, description="Radians; default: drawn for each episode")
+
+
+class ArrivalConfig(Section):
+    """When requests arrive: a renewal process whose rate is modulated by a product of factors."""
+
+    rate_per_s: Positive = Field(
+        description="Requests per second at load 1; a scenario means by it the saturated FIFO "
+        "service rate of its worker and workload"
+    )
+    load: Positive | List(Positive, min_length=2, max_length=2) = Field(  # type: ignore[valid-type]
+        1.0, description="Share of that rate, or a range [low, high] drawn anew at each reset"
+    )
+    process: Annotated[PoissonProcess | GammaProcess, Field(discriminator="kind")] = (
+        PoissonProcess()
+    )
+    modulation: List(  # type: ignore[valid-type]
+        Annotated[OnOffModulation | SineModulation, Field(discriminator="kind")]
+    ) = Field((), description="Factors of the rate, multiplied")
+
+    @model_validator(mode="after")
+    def _possible(self) -> ArrivalConfig:
+        if isinstance(self.load, tuple) and self.load[0] > self.load[1]:
+            raise _refused("load", list(self.load), "[low, high] with low <= high")
+        for index, factor in enumerate(self.modulation):
+            if isinstance(factor, OnOffModulation) and factor.on_factor + factor.off_factor == 0:
+                raise _refused(
+                    f"modulation[{index}].on_factor", 0.0, "above 0 where off_factor is 0"
+                )
+        return self
+
+
+class SyntheticWorkload(Section):
+    """Requests drawn from distributions."""
+
+    kind: Literal["synthetic"] = "synthetic"
+    num_requests: Count = Field(256, description="Requests of an episode")
+    arrivals: ArrivalConfig
+    tenants: List(TenantConfig, min_length=1)  # type: ignore[valid-type]
+    prediction_sigma: NonNegative = Field(
+        0.6, description="σ of the log-normal error of predicted output lengths"
+    )
+
+    @model_validator(mode="after")
+    def _distinct(self) -> SyntheticWorkload:
+        names = [tenant.name for tenant in self.tenants]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise _refused(f"tenants[{index}].name", name, "a name that no other tenant has")
+        return self
+
+
+class TraceWorkload(Section):
+    """Requests of a recorded trace, or of a window of it."""
+
+    kind: Literal["trace"] = "trace"
+    format: Literal["azure", "mooncake", "lengths"] = Field(
+        description="azure: CSV TIMESTAMP,ContextTokens,GeneratedTokens; mooncake: JSONL with "
+        "timestamp (ms), input_length, output_length, hash_ids; lengths: CSV "
+        "input_length,output_length, which needs `arrivals`"
+    )
+    path: str = Field(description="The trace file; .gz is decompressed")
+    arrivals: ArrivalConfig | None = Field(
+        None, description="Arrival process of a `lengths` file, which has no times"
+    )
+    window_s: Positive | None = Field(None, description="Seconds of the trace; default: all")
+    window_start_s: NonNegative | None = Field(
+        0.0, description="Start of the window in trace seconds; null: drawn for each episode"
+    )
+    num_requests: Count | None = Field(None, description="At most this many requests")
+    rate_scale: Positive = Field(1.0, description="Arrivals are this much faster than recorded")
+    max_tokens: Count | None = Field(
+        None, description="Leave out requests with more prompt + output tokens (counted)"
+    )
+    spread_bins: bool = Field(
+        True,
+        description="Spread the mooncake trace's 3 s time grid evenly inside each bin",
+    )
+    on_error: Literal["error", "skip"] = Field(
+        "error", description="What a malformed row does; skipped rows are counted and reported"
+    )
+    tenant: str = "default"
+    weight: Positive = 1.0
+    slo: Literal["interactive", "conversational"] | None = None
+    priority: int = 0
+    prediction_sigma: NonNegative = Field(
+        0.6, description="σ of the log-normal error of predicted output lengths"
+    )
+
+    @model_validator(mode="after")
+    def _has_times(self) -> TraceWorkload:
+        if (self.format == "lengths") != (self.arrivals is not None):
+            raise _refused(
+                "arrivals",
+                None if self.arrivals is None else "an arrival process",
+                "given for the format `lengths`, and only for it",
+            )
+        return self
+
+
+WorkloadConfig = Annotated[SyntheticWorkload | TraceWorkload, Field(discriminator="kind")]
+
+
+class EnvConfig(Section):
+    """What the agent decides, sees and earns."""
+
+    decisions: List(DecisionName) = Field(  # type: ignore[valid-type]
+        ("CHUNK", "PREEMPT", "ADMIT"),
+        description="Kinds of question that the agent answers; the baseline answers the others",
+    )
+    max_candidates: Count = Field(64, description="Rows of the candidate table")
+    reward: dict[RewardTerm, float] = Field(
+        {"latency": 1.0}, description="Weight of each reward term"
+    )
+    horizon_s: Positive | None = Field(
+        None, description="Simulated seconds after which an episode is truncated"
+    )
+
+    @model_validator(mode="after")
+    def _has_reward(self) -> EnvConfig:
+        if not self.reward:
+            raise _refused("reward", {}, "at least one reward term with its weight")
+        return self
+
+
+class RouterConfig(Section):
+    """How requests reach workers."""
+
+    policy: Literal["RoundRobin"] = "RoundRobin"
+
+
+class Config(Section):
+    """A whole simulation, in the seed's JSON form.
+
+    Attributes:
+        name: The scenario's name.
+        description: What the scenario is about, and where its rates come from.
+    """
+
+    name: str = "custom"
+    description: str = ""
+    simulation: SimulationConfig = SimulationConfig()
+    model: ModelConfig = ModelConfig()
+    router: RouterConfig = RouterConfig()
+    worker: WorkerConfig = WorkerConfig()
+    kvc: KVCacheConfig = KVCacheConfig()
+    workload: WorkloadConfig
+    env: EnvConfig = EnvConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        params, hw, shape = self.worker.vllm_params, self.worker.hw, self.model.shape
+        if self.max_model_len > shape.max_model_len:
+            raise _refused(
+                "worker.vllm_params.max_model_len",
+                self.max_model_len,
+                f"at most {shape.max_model_len}, the length of {self.model.name}",
+            )
+        if not params.chunked_prefill and params.max_num_batched_tokens < self.max_model_len:
+            raise _refused(
+                "worker.vllm_params.max_num_batched_tokens",
+                params.max_num_batched_tokens,
+                f"at least max_model_len = {self.max_model_len} where chunked_prefill is false",
+            )
+        calibrated = isinstance(self.worker.inference_params, CalibratedParams)
+        if calibrated and hw.gpu not in GPU_CONSTANTS:
+            raise _refused(
+                "worker.hw.gpu",
+                hw.gpu,
+                f"one of {', '.join(GPU_CONSTANTS)} for the calibrated model",
+            )
+        if shape.heads % hw.tp:
+            raise _refused(
+                "worker.hw.tp", hw.tp, f"a divisor of the model's {shape.heads} attention heads"
+            )
+        if self.memory_blocks < 1:
+            raise _refused(
+                "worker.hw.memory_gb",
+                hw.memory_gb,
+                f"memory for {self.model.name} ({shape.model_size_bytes / 1024**3:.1f} GiB), the "
+                f"activation reserve and at least one KV block, at tp {hw.tp} and "
+                f"gpu_memory_utilization {hw.gpu_memory_utilization}",
+            )
+        if self.total_gpu_blocks < 1:
+            raise _refused(
+                "worker.vllm_params.gpu_memory_kvcache_bytes",
+                params.gpu_memory_kvcache_bytes,
+                f"at least one block of {params.block_size * shape.kv_bytes_per_token} bytes",
+            )
+        return self
+
+    @property
+    def max_model_len(self) -> int:
+        """Max prompt + output tokens of a request."""
+        return self.worker.vllm_params.max_model_len or self.model.shape.max_model_len
+
+    @property
+    def memory_blocks(self) -> int:
+        """KV blocks that the GPUs' memory holds (seed, "Tensor Parallelism Memory Model")."""
+        hw = self.worker.hw
+        return num_gpu_blocks(
+            self.model.shape,
+            memory_gb=hw.memory_gb,
+            tp=hw.tp,
+            block_size=self.worker.vllm_params.block_size,
+            gpu_memory_utilization=hw.gpu_memory_utilization,
+            activation_reserve_gb=hw.activation_reserve_gb,
+        )
+
+    @property
+    def total_gpu_blocks(self) -> int:
+        """KV blocks of the worker's pool."""
+        params = self.worker.vllm_params
+        if params.num_gpu_blocks_override is not None:
+            return params.num_gpu_blocks_override
+        if params.gpu_memory_kvcache_bytes is not None:
+            block_bytes = params.block_size * self.model.shape.kv_bytes_per_token
+            return params.gpu_memory_kvcache_bytes // block_bytes
+        return self.memory_blocks
+
+
+def scenario_names() -> list[str]:
+    """Names of the packaged scenarios, sorted."""
+    return sorted(path.stem for path in SCENARIOS.glob("*.json"))
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any] | Config,
+    overrides: Mapping[str, Any] | None = None,
+) -> Config:
+    """Reads and checks a configuration.
+
+    Args:
+        source: A packaged scenario's name, the path of a JSON file, a mapping of the same form, or
+            a `Config`.
+        overrides: Values that replace those of `source`, by dotted key, such as
+            `{"worker.vllm_params.max_num_seqs": 8}`.
+
+    Raises:
+        ConfigError: The source cannot be read, or a key is unknown, has the wrong type or an
+            impossible value; the message names all such keys.
+    """
+    label, data = _read(source)
+    for key, value in (overrides or {}).items():
+        _override(data, key, value)
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(label, error)) from None
+
+
+def _read(source: str | Path | Mapping[str, Any] | Config) -> tuple[str, dict[str, Any]]:
+    if isinstance(source, Config):
+        return source.name, source.model_dump()
+    if isinstance(source, Mapping):
+        return "configuration", json.loads(json.dumps(source))
+    path = Path(source)
+    if isinstance(source, str) and source in scenario_names():
+        path = SCENARIOS / f"{source}.json"
+    elif not path.is_file():
+        near = difflib.get_close_matches(str(source), scenario_names(), n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigError(
+            f"scenario: got {str(source)!r}{hint}; allowed: the path of a JSON file, or one of "
+            f"{', '.join(scenario_names())}"
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: not a readable JSON file: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: got a JSON {type(data).__name__}; allowed: an object")
+    return str(path), data
+
+
+def _override(data: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        data = data.setdefault(section, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"{key}: {section!r} is not a section; allowed: a dotted key")
+    data[last] = value
+
+
+class _RefusedError(ValueError):
+    """Carries the key of a refused value through pydantic to `_explain`."""
+
+    def __init__(self, key: str, value: object, allowed: str) -> None:
+        super().__init__(f"{key}: got {value!r}; allowed: {allowed}")
+        self.key, self.value, self.allowed = key, value, allowed
+
+
+def _refused(key: str, value: object, allowed: str) -> _RefusedError:
+    return _RefusedError(key, value, allowed)
+
+
+def _explain(label: str, error: ValidationError) -> str:
+    return "\n".join(f"{label}: {_explain_one(detail)}" for detail in error.errors())
+
+
+def _explain_one(detail: Any) -> str:
+    path = _dotted(detail["loc"])
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, _RefusedError):
+        key = f"{path}.{cause.key}" if path else cause.key
+        return f"{key}: got {cause.value!r}; allowed: {cause.allowed}"
+    if detail["type"] == "extra_forbidden":
+        allowed = _allowed_keys(detail["loc"])
+        near = difflib.get_close_matches(str(detail["loc"][-1]), allowed, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        return f"{path}: unknown key{hint}; allowed: {', '.join(allowed)}"
+    if detail["type"] == "missing":
+        return f"{path}: missing; allowed: a value must be given"
+    return f"{path}: got {detail['input']!r}; allowed: {_lowered(detail['msg'])}"
+
+
+def _lowered(message: str) -> str:
+    return message.removeprefix("Input should be ").removeprefix("Value error, ")
+
+
+# Pydantic puts the tag of a union's member into the path of an error; a reader of the JSON file
+# does not find it there.
+_TAGS = frozenset(
+    {"roofline", "calibrated", "synthetic", "trace", "lognormal", "fixed", "mixture"}
+    | {"poisson", "gamma", "on_off", "sine"}
+)
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part not in _TAGS and "[" not in part:
+            path += f".{part}" if path else part
+    return path
+
+
+def _allowed_keys(location: tuple[int | str, ...]) -> list[str]:
+    """Keys of the section in which an unknown key stands."""
+    section: Any = Config
+    for part in location[:-1]:
+        section = _descend(section, part)
+    return sorted(section.model_fields)
+
+
+def _descend(annotation: Any, part: int | str) -> Any:
+    fields = getattr(annotation, "model_fields", {})
+    if part in fields:
+        return fields[part].annotation
+    members = _sections(annotation)
+    for member in members:
+        tag = member.model_fields.get("kind", member.model_fields.get("model"))
+        if tag is not None and tag.default == part:
+            return member
+    return members[0]
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """The configuration models that an annotation mentions, in order."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    found = []
+    for inner in getattr(annotation, "__args__", ()):
+        found += _sections(inner)
+    return found
+
+
+MixtureLength.model_rebuild()

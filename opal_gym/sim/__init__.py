@@ -1,0 +1,1 @@
+"""The simulated vLLM worker: models, timing, scheduler and KV cache, without Gymnasium."""

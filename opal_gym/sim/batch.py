@@ -1,0 +1,127 @@
+"""The persistent batch (seed, "BatchMetadata" and "Persistent Batch Model")."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opal_gym.sim.request import VLLMSchedulerRequest
+from opal_gym.sim.steps import StepLog
+
+
+class BatchMetadata:
+    """The requests of the batch and the tokens of the coming step.
+
+    Decodes make one token each step, in lockstep. Their next completion, their context and the
+    blocks they need therefore follow from the step counter, and a step costs nothing per decode.
+
+    Attributes:
+        prefill_requests: Prefilling requests by id, in admission order.
+        decode_requests: Decoding requests by id.
+        request_tokens: Tokens scheduled in the coming step, by request id.
+    """
+
+    def __init__(self, block_size: int, steps: StepLog) -> None:
+        self.prefill_requests: dict[int, VLLMSchedulerRequest] = {}
+        self.decode_requests: dict[int, VLLMSchedulerRequest] = {}
+        self.request_tokens: dict[int, int] = {}
+        self.prefill_tokens = 0
+        self._block_size = block_size
+        self._steps = steps
+        self._finishes: list[tuple[int, int, VLLMSchedulerRequest]] = []
+        # Decodes by (context - steps) mod block_size: all of a class fill their last block at once.
+        self._block_classes = [0] * block_size
+        self._context_offset = 0
+
+    def __len__(self) -> int:
+        return len(self.prefill_requests) + len(self.decode_requests)
+
+    def __iter__(self) -> Iterator[VLLMSchedulerRequest]:
+        return chain(self.decode_requests.values(), self.prefill_requests.values())
+
+    @property
+    def decode_tokens(self) -> int:
+        """Decode tokens of the coming step: one for each decode."""
+        return len(self.decode_requests)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the coming step."""
+        return self.decode_tokens + self.prefill_tokens
+
+    @property
+    def decode_context(self) -> int:
+        """Sum over decodes of prompt + generated tokens."""
+        return self._context_offset + len(self.decode_requests) * self._steps.count
+
+    def add_prefill(self, request: VLLMSchedulerRequest, tokens: int) -> None:
+        """Adds an admitted request with its first chunk, which the coming step computes."""
+        self.prefill_requests[request.request_id] = request
+        self.request_tokens[request.request_id] = tokens
+        self.prefill_tokens += tokens
+        request.start_prefill()
+
+    def schedule_prefill(self, chunks: list[tuple[VLLMSchedulerRequest, int]]) -> None:
+        """Replaces the coming step's prefill chunks: (request, tokens)."""
+        for request_id in self.prefill_requests:
+            self.request_tokens.pop(request_id, None)
+        for request, tokens in chunks:
+            self.request_tokens[request.request_id] = tokens
+        self.prefill_tokens = sum(tokens for _, tokens in chunks)
+
+    def start_decode(self, request: VLLMSchedulerRequest, generated: int) -> None:
+        """Moves a request whose prefill is complete to the decodes, with `generated` tokens."""
+        del self.prefill_requests[request.request_id]
+        request.start_decode(generated)
+        self.decode_requests[request.request_id] = request
+        self.request_tokens[request.request_id] = 1
+        offset = request.prompt_tokens - request.origin_step
+        self._context_offset += offset
+        self._block_classes[offset % self._block_size] += 1
+        finish = request.origin_step + request.llm_request.output_tokens
+        heappush(self._finishes, (finish, request.request_id, request))
+
+    def remove(self, request: VLLMSchedulerRequest) -> None:
+        """Takes a request out of the batch, its progress and blocks kept."""
+        if self.decode_requests.pop(request.request_id, None) is not None:
+            offset = request.prompt_tokens - request.origin_step
+            self._context_offset -= offset
+            self._block_classes[offset % self._block_size] -= 1
+            request.leave_decode()
+        else:
+            del self.prefill_requests[request.request_id]
+        self.request_tokens.pop(request.request_id, None)
+
+    def steps_to_completion(self) -> int | None:
+        """Steps until the next decode completes, at least 0; None without decodes."""
+        finishes = self._finishes
+        while finishes and not self._is_current(*finishes[0]):
+            heappop(finishes)
+        return finishes[0][0] - self._steps.count if finishes else None
+
+    def completed(self) -> list[VLLMSchedulerRequest]:
+        """Decodes that have made all their tokens, in order of id."""
+        done = []
+        while self.steps_to_completion() == 0:
+            done.append(heappop(self._finishes)[2])
+        return done
+
+    def decode_blocks_needed(self) -> int:
+        """Blocks that the decodes' next tokens need (seed, "Phase 1")."""
+        return self._block_classes[-self._steps.count % self._block_size]
+
+    def decode_blocks_of_span(self, steps: int) -> NDArray[np.int64]:
+        """Blocks that the decodes need in each of the next `steps` steps, shape (steps,)."""
+        classes = np.array(self._block_classes)
+        return classes[-np.arange(self._steps.count, self._steps.count + steps) % self._block_size]
+
+    def _is_current(self, finish: int, request_id: int, request: VLLMSchedulerRequest) -> bool:
+        """Whether an entry of the heap still holds: preempted requests leave theirs behind."""
+        return (
+            self.decode_requests.get(request_id) is request
+            and request.origin_step + request.llm_request.output_tokens == finish
+        )

@@ -1,0 +1,33 @@
+"""Simulated time: SimPy's environment with events at exact times.
+
+SimPy schedules by delay, and `now + (time - now)` need not be `time` in floating point. Step
+boundaries and arrivals must happen at exactly the time that their request records say.
+"""
+
+from __future__ import annotations
+
+from heapq import heappush
+
+import simpy
+from simpy.events import NORMAL, EventPriority
+
+BOUNDARY = EventPriority(NORMAL + 1)
+"""Priority of step boundaries: all else that happens at the same time happens first."""
+
+
+class SimEnvironment(simpy.Environment):
+    """A SimPy environment that also knows absolute times."""
+
+    def at(self, time: float, priority: EventPriority = NORMAL) -> simpy.Event:
+        """An event that happens at exactly `time`, s, not before now."""
+        return _At(self, time, priority)
+
+
+class _At(simpy.Event):
+    """The twin of `simpy.Timeout` for an absolute time."""
+
+    def __init__(self, env: SimEnvironment, time: float, priority: EventPriority) -> None:
+        super().__init__(env)
+        self._ok = True
+        self._value = None
+        heappush(env._queue, (time, priority, next(env._eid), self))

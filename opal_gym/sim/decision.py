@@ -1,0 +1,98 @@
+"""The decisions of a scheduler: the only door to its freedom (DESIGN §3)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from opal_gym.sim.candidates import CandidateTable
+
+if TYPE_CHECKING:
+    from opal_gym.sim.gauges import WorkerGauges
+
+STOP = -1
+"""The answer to ADMIT that ends the admissions of a rebuild."""
+
+
+class DecisionKind(Enum):
+    """Kinds of question, in the order in which a rebuild asks them."""
+
+    CHUNK = "CHUNK"
+    PREEMPT = "PREEMPT"
+    ADMIT = "ADMIT"
+
+
+class Decision:
+    """One question of a batch rebuild; valid until it is answered.
+
+    The candidate table and the gauges are built when they are first asked for, since the baseline
+    needs neither.
+
+    Attributes:
+        kind: What is decided.
+        rebuild_id: Number of the rebuild that asks, from 1.
+        worker_id: The worker that asks.
+        time: Simulated time, s.
+        num_candidates: Number of candidates, at least 1.
+        stop_allowed: Whether STOP is a legal answer.
+        baseline: The reference baseline's answer: FIFO admission, least-work-done preemption,
+            full chunk budget.
+    """
+
+    def __init__(
+        self,
+        kind: DecisionKind,
+        *,
+        rebuild_id: int,
+        worker_id: int,
+        time: float,
+        num_candidates: int,
+        stop_allowed: bool,
+        baseline: int,
+        candidates: Callable[[], CandidateTable],
+        gauges: Callable[[], WorkerGauges],
+    ) -> None:
+        self.kind = kind
+        self.rebuild_id = rebuild_id
+        self.worker_id = worker_id
+        self.time = time
+        self.num_candidates = num_candidates
+        self.stop_allowed = stop_allowed
+        self.baseline = baseline
+        self._candidates = candidates
+        self._gauges = gauges
+
+    @cached_property
+    def candidates(self) -> CandidateTable:
+        """The candidates; a policy answers with a row's index."""
+        return self._candidates()
+
+    @cached_property
+    def gauges(self) -> WorkerGauges:
+        """The state of the worker that asks."""
+        return self._gauges()
+
+    def is_legal(self, answer: int) -> bool:
+        """Whether `answer` is a candidate's index or an allowed STOP."""
+        if answer == STOP:
+            return self.stop_allowed
+        return 0 <= answer < self.num_candidates
+
+    def legal_answers(self) -> Sequence[int]:
+        """All legal answers, candidates first."""
+        rows = list(range(self.num_candidates))
+        return [*rows, STOP] if self.stop_allowed else rows
+
+
+class Policy(ABC):
+    """Answers decisions. A policy may keep state; `reset` begins an episode."""
+
+    def reset(self, seed: int) -> None:  # noqa: B027 - most policies keep no state
+        """Begins an episode; all randomness must come from `seed`."""
+
+    @abstractmethod
+    def choose(self, decision: Decision) -> int:
+        """A candidate's index, or `STOP` where `decision.stop_allowed`."""

@@ -1,0 +1,184 @@
+"""A simulation: workload, router, worker, policy and metrics, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator
+
+import numpy as np
+import simpy
+
+from opal_gym.config import CalibratedParams, Config, RooflineParams
+from opal_gym.sim.clock import SimEnvironment
+from opal_gym.sim.decision import Decision, DecisionKind, Policy
+from opal_gym.sim.gpu_model import (
+    CalibratedGPUModel,
+    GPUModel,
+    RooflineGPUModel,
+    SyntheticGPUModel,
+)
+from opal_gym.sim.kvcache import OpalKVCacheEngine
+from opal_gym.sim.ledger import Ledger
+from opal_gym.sim.metrics import Metrics, episode_metrics
+from opal_gym.sim.policies import FifoLeastWorkPolicy
+from opal_gym.sim.records import RequestRecords
+from opal_gym.sim.request import LLMRequest
+from opal_gym.sim.router import Router
+from opal_gym.sim.vllm_worker import LLMWorkerVLLMScheduler
+from opal_gym.sim.workloads.workload import Workload
+
+
+class Simulation:
+    """One episode.
+
+    Decisions of the kinds in `outside` are left pending for whoever drives the simulation with
+    `advance` and `answer`; the policy answers the others in process.
+
+    Args:
+        config: What is simulated.
+        workload: The requests.
+        policy: Answers decisions in process; default: the reference baseline.
+        outside: Kinds of decision that the driver answers.
+        policy_seed: Seed of the policy's own randomness.
+        horizon_s: Simulated seconds after which `advance` stops; None: when all is done.
+
+    Attributes:
+        ledger: Integrals and counts so far.
+        records: Finished requests.
+        pending: The decision that waits for the driver's answer.
+        decisions: Decisions asked so far.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        workload: Workload,
+        policy: Policy | None = None,
+        *,
+        outside: Collection[DecisionKind] = (),
+        policy_seed: int = 0,
+        horizon_s: float | None = None,
+    ) -> None:
+        self.config = config
+        self.workload = workload
+        self.env = SimEnvironment()
+        self.pending: Decision | None = None
+        self.decisions = 0
+        self.horizon_reached = False
+        self._policy = policy or FifoLeastWorkPolicy()
+        self._policy.reset(policy_seed)
+        self._outside = frozenset(outside)
+        self._answer: simpy.Event | None = None
+        gpu_model = make_gpu_model(config)
+        params = config.worker.vllm_params
+
+        def unloaded_latency(request: LLMRequest) -> float:
+            return gpu_model.unloaded_latency(
+                request.prompt_tokens,
+                request.output_tokens,
+                params.max_num_batched_tokens,
+                params.first_token_at_prefill_end,
+            )
+
+        self.records = RequestRecords(workload.tenants)
+        self.ledger = Ledger(self.env, self.records, unloaded_latency)
+        self.engine = OpalKVCacheEngine(self.env, config.kvc, config.model.shape.kv_bytes_per_token)
+        self.router = Router()
+        self.worker = LLMWorkerVLLMScheduler(
+            self.env, config, gpu_model, self.engine, self, self.ledger, self.router.collect
+        )
+        self.router.workers.append(self.worker)
+        self.env.process(self._arrivals())
+        if horizon_s is not None:
+            horizon = self.env.at(horizon_s)
+            assert horizon.callbacks is not None
+            horizon.callbacks.append(self._reach_horizon)
+
+    @property
+    def done(self) -> bool:
+        """Whether every request has completed or been rejected."""
+        finished = self.ledger.completed_requests + self.ledger.rejections.total()
+        return finished == len(self.workload)
+
+    def advance(self) -> Decision | None:
+        """Runs to the next decision for the driver; None when all is done or at the horizon."""
+        step = self.env.step
+        while self.pending is None and not self.done and not self.horizon_reached:
+            step()
+        return self.pending
+
+    def answer(self, answer: int) -> None:
+        """Answers the pending decision."""
+        assert self._answer is not None
+        self._answer.succeed(answer)
+        self.pending = None
+
+    def run(self) -> Metrics:
+        """Runs to the end and summarises."""
+        while self.advance() is not None:
+            raise RuntimeError("a decision is pending for a driver; use advance and answer")
+        return self.metrics()
+
+    def drain(self) -> None:
+        """Runs on until nothing is under way: the KV stores of the last requests end, too."""
+        self.env.run()
+
+    def ask(self, decision: Decision) -> Generator[simpy.Event, int, int]:
+        """Answers a worker's decision, in process or by the driver."""
+        self.decisions += 1
+        if decision.kind not in self._outside:
+            return self._policy.choose(decision)
+        self.pending = decision
+        self._answer = self.env.event()
+        answer: int = yield self._answer
+        return answer
+
+    def metrics(self) -> Metrics:
+        """Summarises the episode so far."""
+        first = float(self.workload.arrival_time[0])
+        end = self.ledger.last_completion if self.done else self.env.now
+        summary = episode_metrics(
+            self.records,
+            arrived=self.ledger.arrived_requests,
+            duration_s=max(0.0, end - first),
+            gpu_busy_s=self.worker.gpu_busy_time,
+            kv_block_s=self.worker.pool.block_seconds(),
+            total_blocks=self.worker.pool.total,
+        )
+        summary["stores_skipped"] = float(self.engine.stores_skipped)
+        summary["decisions"] = float(self.decisions)
+        summary["load"] = float(self.workload.load)
+        return summary
+
+    def _arrivals(self) -> Generator[simpy.Event, None, None]:
+        for request in self.workload:
+            yield self.env.at(request.arrival_time)
+            self.router.route(request)
+
+    def _reach_horizon(self, _: simpy.Event) -> None:
+        self.horizon_reached = True
+
+
+def make_gpu_model(config: Config) -> GPUModel:
+    """The step-time model of `worker.inference_params` for the worker's hardware."""
+    params, hw, shape = config.worker.inference_params, config.worker.hw, config.model.shape
+    if isinstance(params, RooflineParams):
+        return RooflineGPUModel(shape, hw.tflops, hw.mem_bw_TBps, hw.tp)
+    if isinstance(params, CalibratedParams):
+        return CalibratedGPUModel(
+            shape, hw.gpu, hw.tflops, hw.mem_bw_TBps, hw.tp, params.step_overhead_s
+        )
+    return SyntheticGPUModel(
+        params.base_s,
+        params.per_prefill_token_s,
+        params.per_decode_s,
+        params.per_context_token_s,
+    )
+
+
+def accepted_requests(config: Config, workload: Workload) -> np.ndarray:
+    """Which requests of a workload a worker accepts, shape (n,), bool."""
+    tokens = workload.prompt_tokens + workload.output_tokens
+    longest = min(
+        config.max_model_len, config.total_gpu_blocks * config.worker.vllm_params.block_size
+    )
+    return np.asarray(tokens <= longest)
