@@ -1,0 +1,73 @@
+"""A workload: the requests of one episode, in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opal_gym.sim.request import DEFAULT_TENANT, LLMRequest, Tenant
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in the order of their arrival, one row each; n rows.
+
+    Attributes:
+        arrival_time: Seconds, not decreasing, shape (n,), float64.
+        prompt_tokens: Shape (n,), int64, at least 1.
+        output_tokens: True output lengths, shape (n,), int64, at least 1.
+        predicted_output_tokens: What schedulers see; 0: nothing; shape (n,), int64.
+        tenant: Row of `tenants`, shape (n,), int64.
+        priority: vLLM's priority, shape (n,), int64.
+        tenants: The tenants.
+        hash_ids: Chained hashes of each prompt's blocks; empty: no request has any.
+        load: Share of the configured rate at which the requests arrive.
+        left_out: Rows of a trace that are not in the workload, by reason.
+    """
+
+    arrival_time: NDArray[np.float64]
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    predicted_output_tokens: NDArray[np.int64]
+    tenant: NDArray[np.int64]
+    priority: NDArray[np.int64]
+    tenants: tuple[Tenant, ...] = (DEFAULT_TENANT,)
+    hash_ids: tuple[tuple[int, ...], ...] = ()
+    load: float = 1.0
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Number of requests."""
+        return len(self.arrival_time)
+
+    def __iter__(self) -> Iterator[LLMRequest]:
+        """Fresh requests, in order of arrival."""
+        return (self.request(row) for row in range(len(self)))
+
+    def with_length_information(self, length_information: str) -> Workload:
+        """The same requests, with what schedulers may see of their output lengths.
+
+        Args:
+            length_information: `predicted`: the predictions as they are; `oracle`: the truth;
+                `none`: nothing.
+        """
+        if length_information == "predicted":
+            return self
+        seen = self.output_tokens if length_information == "oracle" else 0 * self.output_tokens
+        return replace(self, predicted_output_tokens=seen)
+
+    def request(self, row: int) -> LLMRequest:
+        """A fresh request from row `row`, which is also its id."""
+        return LLMRequest(
+            request_id=row,
+            arrival_time=float(self.arrival_time[row]),
+            prompt_tokens=int(self.prompt_tokens[row]),
+            output_tokens=int(self.output_tokens[row]),
+            predicted_output_tokens=int(self.predicted_output_tokens[row]),
+            tenant=self.tenants[self.tenant[row]],
+            priority=int(self.priority[row]),
+            hash_ids=self.hash_ids[row] if self.hash_ids else (),
+        )
