@@ -7,16 +7,29 @@ path, the value and what is allowed, before anything runs.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from opal_gym.config_errors import ConfigError, RefusedError, explain
 from opal_gym.sim.gpu_model import GPU_CONSTANTS
 from opal_gym.sim.llm_model import MODELS, LLMModel, num_gpu_blocks
+
+__all__ = ["Config", "ConfigError", "load_config", "scenario_names"]
 
 PACKAGE = Path(__file__).resolve().parent
 # A wheel carries configs/ inside the package; a checkout has it beside the package.
@@ -28,12 +41,9 @@ LengthInformation = Literal["predicted", "oracle", "none"]
 RewardTerm = Literal["latency", "slowdown", "ttft", "goodput", "throughput", "preemption"]
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
-
-
-class ConfigError(ValueError):
-    """An impossible configuration; the message names the key, the value and what is allowed."""
 
 
 class Section(BaseModel):
@@ -44,7 +54,15 @@ class Section(BaseModel):
 
 def List(item: Any, **constraints: Any) -> Any:  # noqa: N802 - a type, written like one
     """An immutable sequence that is written as a JSON list."""
-    return Annotated[tuple[item, ...], Field(strict=False, **constraints)]
+    return Annotated[
+        tuple[item, ...], BeforeValidator(_is_list), Field(strict=False, **constraints)
+    ]
+
+
+def _is_list(value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        raise RefusedError("", value, "a list")
+    return value
 
 
 class SimulationConfig(Section):
@@ -54,6 +72,10 @@ class SimulationConfig(Section):
         "predicted",
         description="What schedulers see of a request's output length: a noisy prediction, "
         "the truth (`oracle`), or nothing (`none`)",
+    )
+    num_workers: Count = Field(1, description="Workers behind the router")
+    record_time_series: bool = Field(
+        False, description="Keep a time series of queues, blocks and GPU use, sampled by event"
     )
     check_invariants: bool = Field(
         False, description="Check the seed's memory and batch invariants after every step (slow)"
@@ -73,7 +95,7 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _known(self) -> ModelConfig:
         if self.name not in MODELS:
-            raise _refused("name", self.name, f"one of {', '.join(sorted(MODELS))}")
+            raise RefusedError("name", self.name, f"one of {', '.join(sorted(MODELS))}")
         return self
 
     @property
@@ -125,6 +147,11 @@ class VLLMSchedulerConfig(Section):
     first_token_at_prefill_end: bool = Field(
         False, description="The step that ends a prefill makes the first token (as real vLLM)"
     )
+    enable_prefix_caching: bool = Field(
+        False,
+        description="GPU blocks keep their content when freed, and prompts that begin alike share "
+        "them (vLLM's automatic prefix caching)",
+    )
     chunk_budgets: List(Count, min_length=1) | None = Field(  # type: ignore[valid-type]
         None,
         description="Prefill tokens per step that CHUNK offers, largest first; default: "
@@ -135,20 +162,21 @@ class VLLMSchedulerConfig(Section):
     def _consistent(self) -> VLLMSchedulerConfig:
         budget = self.max_num_batched_tokens
         if self.max_num_seqs > budget:
-            raise _refused(
+            raise RefusedError(
                 "max_num_seqs",
                 self.max_num_seqs,
                 f"at most max_num_batched_tokens = {budget}, since every decode takes a token",
             )
         if self.num_gpu_blocks_override and self.gpu_memory_kvcache_bytes:
-            raise _refused(
+            raise RefusedError(
                 "gpu_memory_kvcache_bytes",
                 self.gpu_memory_kvcache_bytes,
                 "either this or num_gpu_blocks_override, not both",
             )
-        for chunk in self.chunk_budgets or ():
+        for index, chunk in enumerate(self.chunk_budgets or ()):
             if chunk > budget:
-                raise _refused("chunk_budgets", chunk, f"at most max_num_batched_tokens = {budget}")
+                allowed = f"at most max_num_batched_tokens = {budget}"
+                raise RefusedError(f"chunk_budgets[{index}]", chunk, allowed)
         return self
 
     @property
@@ -207,7 +235,7 @@ class SyntheticParams(Section):
     @model_validator(mode="after")
     def _takes_time(self) -> SyntheticParams:
         if self.base_s == 0 and (self.per_prefill_token_s == 0 or self.per_decode_s == 0):
-            raise _refused(
+            raise RefusedError(
                 "base_s",
                 self.base_s,
                 "above 0 unless prefill tokens and decodes both take time (a step must last)",
@@ -223,6 +251,9 @@ InferenceParams = Annotated[
 class WorkerConfig(Section):
     """One worker: its messages, scheduler, hardware and timing."""
 
+    kind: Literal["vllm", "single_stage"] = Field(
+        "vllm", description="The vLLM worker, or the one that serves one request at a time"
+    )
     worker_params: WorkerParams = WorkerParams()
     vllm_params: VLLMSchedulerConfig = VLLMSchedulerConfig()
     hw: HardwareConfig = HardwareConfig()
@@ -236,13 +267,36 @@ class TierConfig(Section):
     capacity_GB: Positive = Field(description="Capacity in GB (1e9 bytes)")  # noqa: N815
     bandwidth_GBps: Positive = Field(description="Bandwidth in GB/s (1e9 bytes)")  # noqa: N815
     latency_nsec: NonNegative = Field(0.0, description="Latency of a transfer in ns")
+    concurrency: Count = Field(
+        1, description="Transfers that run at once and share the bandwidth equally; others queue"
+    )
 
 
 class KVCacheConfig(Section):
     """The KV cache engine; without tiers there are no matches and no cost."""
 
     hash_block_tokens: Count = Field(512, description="Tokens that one hash id stands for")
-    tiers: List(TierConfig, max_length=1) = ()  # type: ignore[valid-type]
+    chunk_size: Count | None = Field(
+        None,
+        description="Tokens that are stored, matched and moved as a unit, a multiple of "
+        "hash_block_tokens; default: one hash block",
+    )
+    save_unfull_chunk: bool = Field(
+        False, description="Also store a prompt's last chunk where it is not full"
+    )
+    tiers: List(TierConfig) = Field(  # type: ignore[valid-type]
+        (), description="Storage tiers, fastest first; each evicts into the next"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> KVCacheConfig:
+        if self.chunk_size and self.chunk_size % self.hash_block_tokens:
+            raise RefusedError(
+                "chunk_size",
+                self.chunk_size,
+                f"a multiple of hash_block_tokens = {self.hash_block_tokens}",
+            )
+        return self
 
 
 class LogNormalLength(Section):
@@ -257,7 +311,7 @@ class LogNormalLength(Section):
     @model_validator(mode="after")
     def _range(self) -> LogNormalLength:
         if self.min > self.max:
-            raise _refused("min", self.min, f"at most max = {self.max}")
+            raise RefusedError("min", self.min, f"at most max = {self.max}")
         return self
 
 
@@ -339,7 +393,12 @@ class SineModulation(Section):
     kind: Literal["sine"] = "sine"
     period_s: Positive
     amplitude: Annotated[float, Field(ge=0, lt=1)]
-    phase: float | None = Field(None, description="Radians; default: drawn for each episode")
+    phase: Finite | None = Field(None, description="Radians; default: drawn for each episode")
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf
 
 
 class ArrivalConfig(Section):
@@ -349,7 +408,7 @@ class ArrivalConfig(Section):
         description="Requests per second at load 1; a scenario means by it the saturated FIFO "
         "service rate of its worker and workload"
     )
-    load: Positive | List(Positive, min_length=2, max_length=2) = Field(  # type: ignore[valid-type]
+    load: float | tuple[float, float] = Field(
         1.0, description="Share of that rate, or a range [low, high] drawn anew at each reset"
     )
     process: Annotated[PoissonProcess | GammaProcess, Field(discriminator="kind")] = (
@@ -359,13 +418,27 @@ class ArrivalConfig(Section):
         Annotated[OnOffModulation | SineModulation, Field(discriminator="kind")]
     ) = Field((), description="Factors of the rate, multiplied")
 
+    @field_validator("load", mode="before")
+    @classmethod
+    def _number_or_range(cls, load: Any) -> float | tuple[float, float]:
+        if not isinstance(load, list | tuple):
+            if not _is_positive(load):
+                raise RefusedError("", load, "a finite number above 0, or [low, high]")
+            return float(load)
+        if len(load) != 2:
+            raise RefusedError("", load, "a number, or 2 of them: [low, high]")
+        for index, bound in enumerate(load):
+            if not _is_positive(bound):
+                raise RefusedError(f"[{index}]", bound, "a finite number above 0")
+        if load[0] > load[1]:
+            raise RefusedError("", list(load), "[low, high] with low <= high")
+        return float(load[0]), float(load[1])
+
     @model_validator(mode="after")
     def _possible(self) -> ArrivalConfig:
-        if isinstance(self.load, tuple) and self.load[0] > self.load[1]:
-            raise _refused("load", list(self.load), "[low, high] with low <= high")
         for index, factor in enumerate(self.modulation):
             if isinstance(factor, OnOffModulation) and factor.on_factor + factor.off_factor == 0:
-                raise _refused(
+                raise RefusedError(
                     f"modulation[{index}].on_factor", 0.0, "above 0 where off_factor is 0"
                 )
         return self
@@ -387,7 +460,9 @@ class SyntheticWorkload(Section):
         names = [tenant.name for tenant in self.tenants]
         for index, name in enumerate(names):
             if name in names[:index]:
-                raise _refused(f"tenants[{index}].name", name, "a name that no other tenant has")
+                raise RefusedError(
+                    f"tenants[{index}].name", name, "a name that no other tenant has"
+                )
         return self
 
 
@@ -430,8 +505,13 @@ class TraceWorkload(Section):
 
     @model_validator(mode="after")
     def _has_times(self) -> TraceWorkload:
+        if self.format == "lengths" and self.window_s is not None:
+            raise RefusedError("window_s", self.window_s, "none for `lengths`, which has no times")
+        if self.format == "lengths" and self.window_start_s:
+            allowed = "0 (the first rows) or null (drawn) for `lengths`, which has no times"
+            raise RefusedError("window_start_s", self.window_start_s, allowed)
         if (self.format == "lengths") != (self.arrivals is not None):
-            raise _refused(
+            raise RefusedError(
                 "arrivals",
                 None if self.arrivals is None else "an arrival process",
                 "given for the format `lengths`, and only for it",
@@ -450,7 +530,7 @@ class EnvConfig(Section):
         description="Kinds of question that the agent answers; the baseline answers the others",
     )
     max_candidates: Count = Field(64, description="Rows of the candidate table")
-    reward: dict[RewardTerm, float] = Field(
+    reward: dict[RewardTerm, Finite] = Field(
         {"latency": 1.0}, description="Weight of each reward term"
     )
     horizon_s: Positive | None = Field(
@@ -460,14 +540,24 @@ class EnvConfig(Section):
     @model_validator(mode="after")
     def _has_reward(self) -> EnvConfig:
         if not self.reward:
-            raise _refused("reward", {}, "at least one reward term with its weight")
+            raise RefusedError("reward", {}, "at least one reward term with its weight")
         return self
 
 
 class RouterConfig(Section):
     """How requests reach workers."""
 
-    policy: Literal["RoundRobin"] = "RoundRobin"
+    policy: Literal["RoundRobin", "LeastLoaded", "Random", "MaxPrefix"] = Field(
+        "RoundRobin",
+        description="In turn; least load by the last update; at random; longest prefix by the KV "
+        "events",
+    )
+    max_load_gap: Count | None = Field(
+        8,
+        description="MaxPrefix leaves out workers whose last reported load is this many requests "
+        "above the smallest, or a prefix that all prompts share draws all of them to one worker; "
+        "null: none is left out",
+    )
 
 
 class Config(Section):
@@ -492,30 +582,36 @@ class Config(Section):
     def _fits_together(self) -> Config:
         params, hw, shape = self.worker.vllm_params, self.worker.hw, self.model.shape
         if self.max_model_len > shape.max_model_len:
-            raise _refused(
+            raise RefusedError(
                 "worker.vllm_params.max_model_len",
                 self.max_model_len,
                 f"at most {shape.max_model_len}, the length of {self.model.name}",
             )
         if not params.chunked_prefill and params.max_num_batched_tokens < self.max_model_len:
-            raise _refused(
+            raise RefusedError(
                 "worker.vllm_params.max_num_batched_tokens",
                 params.max_num_batched_tokens,
                 f"at least max_model_len = {self.max_model_len} where chunked_prefill is false",
             )
         calibrated = isinstance(self.worker.inference_params, CalibratedParams)
         if calibrated and hw.gpu not in GPU_CONSTANTS:
-            raise _refused(
+            raise RefusedError(
                 "worker.hw.gpu",
                 hw.gpu,
                 f"one of {', '.join(GPU_CONSTANTS)} for the calibrated model",
             )
+        if params.enable_prefix_caching and self.kvc.hash_block_tokens % params.block_size:
+            raise RefusedError(
+                "kvc.hash_block_tokens",
+                self.kvc.hash_block_tokens,
+                f"a multiple of block_size = {params.block_size} where enable_prefix_caching is on",
+            )
         if shape.heads % hw.tp:
-            raise _refused(
+            raise RefusedError(
                 "worker.hw.tp", hw.tp, f"a divisor of the model's {shape.heads} attention heads"
             )
         if self.memory_blocks < 1:
-            raise _refused(
+            raise RefusedError(
                 "worker.hw.memory_gb",
                 hw.memory_gb,
                 f"memory for {self.model.name} ({shape.model_size_bytes / 1024**3:.1f} GiB), the "
@@ -523,7 +619,7 @@ class Config(Section):
                 f"gpu_memory_utilization {hw.gpu_memory_utilization}",
             )
         if self.total_gpu_blocks < 1:
-            raise _refused(
+            raise RefusedError(
                 "worker.vllm_params.gpu_memory_kvcache_bytes",
                 params.gpu_memory_kvcache_bytes,
                 f"at least one block of {params.block_size * shape.kv_bytes_per_token} bytes",
@@ -587,14 +683,14 @@ def load_config(
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_explain(label, error)) from None
+        raise ConfigError(explain(label, data, Config, error)) from None
 
 
 def _read(source: str | Path | Mapping[str, Any] | Config) -> tuple[str, dict[str, Any]]:
     if isinstance(source, Config):
         return source.name, source.model_dump()
     if isinstance(source, Mapping):
-        return "configuration", json.loads(json.dumps(source))
+        return "configuration", copy.deepcopy(dict(source))
     path = Path(source)
     if isinstance(source, str) and source in scenario_names():
         path = SCENARIOS / f"{source}.json"
@@ -615,96 +711,14 @@ def _read(source: str | Path | Mapping[str, Any] | Config) -> tuple[str, dict[st
 
 
 def _override(data: dict[str, Any], key: str, value: Any) -> None:
+    if "[" in key:
+        raise ConfigError(f"{key}: an item of a list; allowed: a dotted key, of the whole list")
     *sections, last = key.split(".")
     for section in sections:
         data = data.setdefault(section, {})
         if not isinstance(data, dict):
             raise ConfigError(f"{key}: {section!r} is not a section; allowed: a dotted key")
-    data[last] = value
-
-
-class _RefusedError(ValueError):
-    """Carries the key of a refused value through pydantic to `_explain`."""
-
-    def __init__(self, key: str, value: object, allowed: str) -> None:
-        super().__init__(f"{key}: got {value!r}; allowed: {allowed}")
-        self.key, self.value, self.allowed = key, value, allowed
-
-
-def _refused(key: str, value: object, allowed: str) -> _RefusedError:
-    return _RefusedError(key, value, allowed)
-
-
-def _explain(label: str, error: ValidationError) -> str:
-    return "\n".join(f"{label}: {_explain_one(detail)}" for detail in error.errors())
-
-
-def _explain_one(detail: Any) -> str:
-    path = _dotted(detail["loc"])
-    cause = detail.get("ctx", {}).get("error")
-    if isinstance(cause, _RefusedError):
-        key = f"{path}.{cause.key}" if path else cause.key
-        return f"{key}: got {cause.value!r}; allowed: {cause.allowed}"
-    if detail["type"] == "extra_forbidden":
-        allowed = _allowed_keys(detail["loc"])
-        near = difflib.get_close_matches(str(detail["loc"][-1]), allowed, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        return f"{path}: unknown key{hint}; allowed: {', '.join(allowed)}"
-    if detail["type"] == "missing":
-        return f"{path}: missing; allowed: a value must be given"
-    return f"{path}: got {detail['input']!r}; allowed: {_lowered(detail['msg'])}"
-
-
-def _lowered(message: str) -> str:
-    return message.removeprefix("Input should be ").removeprefix("Value error, ")
-
-
-# Pydantic puts the tag of a union's member into the path of an error; a reader of the JSON file
-# does not find it there.
-_TAGS = frozenset(
-    {"roofline", "calibrated", "synthetic", "trace", "lognormal", "fixed", "mixture"}
-    | {"poisson", "gamma", "on_off", "sine"}
-)
-
-
-def _dotted(location: tuple[int | str, ...]) -> str:
-    path = ""
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif part not in _TAGS and "[" not in part:
-            path += f".{part}" if path else part
-    return path
-
-
-def _allowed_keys(location: tuple[int | str, ...]) -> list[str]:
-    """Keys of the section in which an unknown key stands."""
-    section: Any = Config
-    for part in location[:-1]:
-        section = _descend(section, part)
-    return sorted(section.model_fields)
-
-
-def _descend(annotation: Any, part: int | str) -> Any:
-    fields = getattr(annotation, "model_fields", {})
-    if part in fields:
-        return fields[part].annotation
-    members = _sections(annotation)
-    for member in members:
-        tag = member.model_fields.get("kind", member.model_fields.get("model"))
-        if tag is not None and tag.default == part:
-            return member
-    return members[0]
-
-
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """The configuration models that an annotation mentions, in order."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    found = []
-    for inner in getattr(annotation, "__args__", ()):
-        found += _sections(inner)
-    return found
+    data[last] = copy.deepcopy(value)
 
 
 MixtureLength.model_rebuild()

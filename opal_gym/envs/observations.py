@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from opal_gym.sim.candidates import FEATURES, Feature
-from opal_gym.sim.decision import Decision, DecisionKind
-from opal_gym.sim.gauges import GAUGES, WorkerGauges
+from opal_gym.sim.candidates import FEATURES
+from opal_gym.sim.decision import DecisionKind
+from opal_gym.sim.features import Scaler
+from opal_gym.sim.gauges import GAUGES, read_gauges
+from opal_gym.sim.simulation import Simulation
 
 Observation = dict[str, Any]
 """Float32 arrays by name; typed as Gymnasium types `spaces.Dict`."""
@@ -19,64 +20,57 @@ Observation = dict[str, Any]
 KINDS = tuple(DecisionKind)
 
 
-class Scaler:
-    """Scales columns of raw values into [low / scale, 1].
-
-    Linear columns are divided by their scale; logarithmic ones become log(1 + x) / log(1 + scale).
-    What lies outside is clipped.
-    """
-
-    def __init__(self, features: Sequence[Feature]) -> None:
-        self._log = np.array([feature.scaling == "log" for feature in features])
-        scale = np.array([feature.scale for feature in features])
-        self._divisor = np.where(self._log, np.log1p(scale), scale)
-        self.low = np.array([feature.low / feature.scale for feature in features])
-
-    def scale(self, values: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Scales `values`, whose last axis is the features; same shape, float32."""
-        scaled = values.copy()
-        scaled[..., self._log] = np.log1p(scaled[..., self._log])
-        scaled /= self._divisor
-        np.clip(scaled, self.low, 1.0, out=scaled)
-        observed: NDArray[np.float32] = scaled.astype(np.float32)
-        return observed
-
-
 class ObservationBuilder:
     """Builds observations of at most `max_candidates` candidates.
+
+    Args:
+        max_candidates: Rows of the candidate table.
+        num_workers: Workers of the simulation.
 
     Attributes:
         space: `kind` (3,): which kind of decision is pending, one-hot, all 0 if none;
             `worker` (len(GAUGES),): the worker's gauges;
             `candidates` (max_candidates * len(FEATURES),): the candidate table, row-major, zeros
-            below the last candidate.
+            below the last candidate;
+            `others` (len(GAUGES),), with several workers: the mean of the other workers' gauges.
     """
 
-    def __init__(self, max_candidates: int) -> None:
+    def __init__(self, max_candidates: int, num_workers: int) -> None:
         self._rows = max_candidates
         self._features = Scaler(FEATURES)
         self._gauges = Scaler(GAUGES)
-        self.space = spaces.Dict(
-            {
-                "kind": _box(np.zeros(len(KINDS))),
-                "worker": _box(self._gauges.low),
-                "candidates": _box(np.tile(self._features.low, max_candidates)),
-            }
-        )
+        boxes: dict[str, spaces.Space[Any]] = {
+            "kind": _box(np.zeros(len(KINDS))),
+            "worker": _box(self._gauges.low),
+            "candidates": _box(np.tile(self._features.low, max_candidates)),
+        }
+        if num_workers > 1:
+            boxes["others"] = _box(self._gauges.low)
+        self.space = spaces.Dict(boxes)
 
-    def build(self, decision: Decision | None, gauges: WorkerGauges) -> Observation:
-        """A new observation of the pending decision; None: the episode is over."""
+    def build(self, simulation: Simulation) -> Observation:
+        """A new observation of the pending decision and of the worker that asks it."""
+        decision, worker = simulation.pending, simulation.worker
         kind = np.zeros(len(KINDS), np.float32)
         candidates = np.zeros((self._rows, len(FEATURES)), np.float32)
         if decision is not None:
             kind[KINDS.index(decision.kind)] = 1
             table = decision.candidates
-            candidates[: len(table)] = self._features.scale(table.values)
-        return {
+            candidates[: len(table)] = self._features.scale(table.values.copy())
+        gauges = read_gauges(worker) if decision is None else decision.gauges
+        observation = {
             "kind": kind,
-            "worker": self._gauges.scale(gauges.values),
+            "worker": self._scaled(gauges.values),
             "candidates": candidates.reshape(-1),
         }
+        others = [read_gauges(other).values for other in simulation.other_workers(worker)]
+        if others:
+            observation["others"] = self._scaled(np.mean(others, axis=0))
+        return observation
+
+    def _scaled(self, gauges: NDArray[np.float64]) -> NDArray[np.float32]:
+        scaled: NDArray[np.float32] = self._gauges.scale(gauges.copy()).astype(np.float32)
+        return scaled
 
 
 def _box(low: NDArray[np.float64]) -> spaces.Box:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,21 @@ from numpy.typing import NDArray
 from opal_gym.config import Config, load_config
 from opal_gym.envs.observations import Observation, ObservationBuilder
 from opal_gym.envs.rendering import render_ansi
-from opal_gym.envs.rewards import TERMS, RewardFunction, RewardTerms, weighted
+from opal_gym.envs.rewards import TERMS, RewardFunction, RewardTerms, WeightedReward
 from opal_gym.sim.decision import STOP, Decision, DecisionKind
-from opal_gym.sim.gauges import read_gauges
 from opal_gym.sim.simulation import Simulation
 from opal_gym.sim.workloads import Workload, make_workload
 
-OPTIONS = ("workload_seed", "rate_scale", "workload")
-"""Keys of `reset`'s options."""
+OPTIONS: Mapping[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "workload_seed": (int | np.integer, lambda seed: seed >= 0, "an integer, at least 0"),
+    "rate_scale": (
+        int | float | np.number,
+        lambda scale: 0 < scale < math.inf,
+        "a finite number above 0",
+    ),
+    "workload": (Workload, lambda workload: len(workload) > 0, "a Workload with requests"),
+}
+"""Keys of `reset`'s options, with the type, the condition and the description of their values."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +76,11 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
     - `kind`, shape (3,): CHUNK, PREEMPT or ADMIT, one-hot; all 0 when no decision is pending.
     - `worker`, shape (15,): the gauges of the worker (`opal_gym.sim.gauges.GAUGES`): free blocks,
       running and waiting requests, token budgets, predicted peak KV, arrival rate, …
-    - `candidates`, shape (max_candidates * 20,): the candidate table, row-major
+    - `candidates`, shape (max_candidates * 21,): the candidate table, row-major
       (`opal_gym.sim.candidates.FEATURES`): lengths, predicted output and KV area, waiting time,
       blocks, predicted peak KV of the batch, slack to the objectives, …
+    - `others`, only with several workers: like `worker`, the mean over the other workers. One
+      policy schedules all workers; `info["worker_id"]` says whose question is pending.
 
     Every feature is scaled into [0, 1] ([-1, 1] for slack) and clipped there; both tables name its
     unit and scale. True output lengths are never observed, only predictions of them
@@ -146,12 +156,21 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
             settings["env.reward"] = {reward: 1.0} if isinstance(reward, str) else dict(reward)
         given = {key: value for key, value in settings.items() if value is not None}
         self.config = load_config(scenario, {**(overrides or {}), **given})
+        if self.config.worker.kind != "vllm":
+            raise ValueError(
+                f"worker.kind: got {self.config.worker.kind!r}; allowed: 'vllm', the worker that "
+                "asks for decisions"
+            )
         if render_mode not in (None, *self.metadata["render_modes"]):
-            raise ValueError(f"render_mode: got {render_mode!r}; allowed: None or 'ansi'")
+            # A TypeError, since Stable-Baselines3's make_vec_env asks for rgb_array and takes that
+            # for a no.
+            raise TypeError(f"render_mode: got {render_mode!r}; allowed: None or 'ansi'")
         self.render_mode = render_mode
-        self._reward = reward if callable(reward) else weighted(self.config.env.reward)
+        self._reward = reward if callable(reward) else WeightedReward(self.config.env.reward)
         self._stop = self.config.env.max_candidates
-        self._observations = ObservationBuilder(self.config.env.max_candidates)
+        self._observations = ObservationBuilder(
+            self.config.env.max_candidates, self.config.simulation.num_workers
+        )
         self.observation_space = self._observations.space
         self.action_space = spaces.Discrete(self._stop + 1)
         self._simulation: Simulation | None = None
@@ -188,9 +207,7 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
         """
         super().reset(seed=seed)
         options = dict(options or {})
-        for name in options:
-            if name not in OPTIONS:
-                raise ValueError(f"options: unknown key {name!r}; allowed: {', '.join(OPTIONS)}")
+        _check_options(options)
         if "workload" not in options:
             options.setdefault("workload_seed", int(self.np_random.integers(2**31)))
         return self._begin(options)
@@ -205,6 +222,7 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
             self._make_workload(options),
             outside=[DecisionKind[name] for name in self.decisions],
             horizon_s=self.config.env.horizon_s,
+            routing_seed=options.get("workload_seed", 0),
         )
         self._terms = RewardTerms(self._simulation)
         self._simulation.advance()
@@ -316,9 +334,7 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
         return self.__dict__
 
     def _observe(self) -> Observation:
-        decision = self.decision
-        gauges = read_gauges(self.simulation.worker) if decision is None else decision.gauges
-        return self._observations.build(decision, gauges)
+        return self._observations.build(self.simulation)
 
     def _info(self, rewards: dict[str, float], dt: float) -> dict[str, Any]:
         decision, worker = self.decision, self.simulation.worker
@@ -338,3 +354,12 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
         metrics["illegal_actions"] = float(self._illegal_actions)
         metrics["illegal_action_share"] = self._illegal_actions / len(self._actions)
         return metrics
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in OPTIONS:
+            raise ValueError(f"options: unknown key {name!r}; allowed: {', '.join(OPTIONS)}")
+        kind, is_allowed, allowed = OPTIONS[name]
+        if not isinstance(value, kind) or not is_allowed(value):
+            raise ValueError(f"options[{name!r}]: got {value!r}; allowed: {allowed}")

@@ -23,9 +23,19 @@ TERMS: Mapping[RewardTerm, str] = {
 """What each term is; n = the episode's requests that are not rejected."""
 
 
-def weighted(weights: Mapping[RewardTerm, float]) -> RewardFunction:
-    """The weighted sum of the named terms."""
-    return lambda terms: sum(weight * terms[name] for name, weight in weights.items())
+class WeightedReward:
+    """The weighted sum of the named terms; it pickles with an environment.
+
+    Args:
+        weights: Weight of each term.
+    """
+
+    def __init__(self, weights: Mapping[RewardTerm, float]) -> None:
+        self._weights = dict(weights)
+
+    def __call__(self, terms: Mapping[str, float]) -> float:
+        """The reward of a step."""
+        return sum(weight * terms[name] for name, weight in self._weights.items())
 
 
 class RewardTerms:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from opal_gym.sim.request import VLLMSchedulerRequest
 from opal_gym.sim.steps import StepLog
+from opal_gym.sim.table import RowSet
 
 
 class BatchMetadata:
@@ -30,10 +31,12 @@ class BatchMetadata:
         self.decode_requests: dict[int, VLLMSchedulerRequest] = {}
         self.request_tokens: dict[int, int] = {}
         self.prefill_tokens = 0
+        self._rows = RowSet()
+        self._admissions = 0
         self._block_size = block_size
         self._steps = steps
         self._finishes: list[tuple[int, int, VLLMSchedulerRequest]] = []
-        # Decodes by (context - steps) mod block_size: all of a class fill their last block at once.
+        # Decodes by the step count, mod block_size, at which their last block is full.
         self._block_classes = [0] * block_size
         self._context_offset = 0
 
@@ -42,6 +45,11 @@ class BatchMetadata:
 
     def __iter__(self) -> Iterator[VLLMSchedulerRequest]:
         return chain(self.decode_requests.values(), self.prefill_requests.values())
+
+    @property
+    def rows(self) -> NDArray[np.intp]:
+        """Rows of the request table, shape (len(self),)."""
+        return self._rows.rows
 
     @property
     def decode_tokens(self) -> int:
@@ -63,7 +71,9 @@ class BatchMetadata:
         self.prefill_requests[request.request_id] = request
         self.request_tokens[request.request_id] = tokens
         self.prefill_tokens += tokens
-        request.start_prefill()
+        self._rows.add(request.row)
+        self._admissions += 1
+        request.start_prefill(self._admissions)
 
     def schedule_prefill(self, chunks: list[tuple[VLLMSchedulerRequest, int]]) -> None:
         """Replaces the coming step's prefill chunks: (request, tokens)."""
@@ -81,7 +91,7 @@ class BatchMetadata:
         self.request_tokens[request.request_id] = 1
         offset = request.prompt_tokens - request.origin_step
         self._context_offset += offset
-        self._block_classes[offset % self._block_size] += 1
+        self._block_classes[-offset % self._block_size] += 1
         finish = request.origin_step + request.llm_request.output_tokens
         heappush(self._finishes, (finish, request.request_id, request))
 
@@ -90,10 +100,11 @@ class BatchMetadata:
         if self.decode_requests.pop(request.request_id, None) is not None:
             offset = request.prompt_tokens - request.origin_step
             self._context_offset -= offset
-            self._block_classes[offset % self._block_size] -= 1
+            self._block_classes[-offset % self._block_size] -= 1
             request.leave_decode()
         else:
             del self.prefill_requests[request.request_id]
+        self._rows.remove(request.row)
         self.request_tokens.pop(request.request_id, None)
 
     def steps_to_completion(self) -> int | None:
@@ -112,12 +123,22 @@ class BatchMetadata:
 
     def decode_blocks_needed(self) -> int:
         """Blocks that the decodes' next tokens need (seed, "Phase 1")."""
-        return self._block_classes[-self._steps.count % self._block_size]
+        return self._block_classes[self._steps.count % self._block_size]
 
-    def decode_blocks_of_span(self, steps: int) -> NDArray[np.int64]:
-        """Blocks that the decodes need in each of the next `steps` steps, shape (steps,)."""
-        classes = np.array(self._block_classes)
-        return classes[-np.arange(self._steps.count, self._steps.count + steps) % self._block_size]
+    def later_decode_blocks(self, steps: int) -> int:
+        """Blocks that the decodes need in the steps 2 … `steps` from now."""
+        rounds, rest = divmod(steps - 1, self._block_size)
+        return rounds * len(self.decode_requests) + sum(self._next_classes(rest))
+
+    def later_decode_blocks_by_step(self, steps: int) -> list[int]:
+        """The same for each of these steps."""
+        rounds, rest = divmod(steps - 1, self._block_size)
+        return self._next_classes(self._block_size) * rounds + self._next_classes(rest)
+
+    def _next_classes(self, steps: int) -> list[int]:
+        begin = (self._steps.count + 1) % self._block_size
+        wrapped = max(0, begin + steps - self._block_size)
+        return self._block_classes[begin : begin + steps] + self._block_classes[:wrapped]
 
     def _is_current(self, finish: int, request_id: int, request: VLLMSchedulerRequest) -> bool:
         """Whether an entry of the heap still holds: preempted requests leave theirs behind."""

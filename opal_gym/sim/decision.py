@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+import simpy
 
 from opal_gym.sim.candidates import CandidateTable
 
@@ -85,6 +87,13 @@ class Decision:
         """All legal answers, candidates first."""
         rows = list(range(self.num_candidates))
         return [*rows, STOP] if self.stop_allowed else rows
+
+
+class DecisionMaker(Protocol):
+    """Whoever answers a worker's decisions."""
+
+    def ask(self, decision: Decision) -> Generator[simpy.Event, int, int]:
+        """Yields until the decision is answered; returns the answer."""
 
 
 class Policy(ABC):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_gym.sim.candidates import Feature
+from opal_gym.sim.features import Feature
 
 if TYPE_CHECKING:
     from opal_gym.sim.vllm_worker import LLMWorkerVLLMScheduler
@@ -18,22 +18,23 @@ RATE_WINDOW_S = 10.0
 """Time constant of the arrival and preemption rates, s."""
 
 GAUGES: tuple[Feature, ...] = (
+    Feature("waiting", "requests", "requests in the waiting queue", "log", 16384),
+    Feature("waiting_prompt_tokens", "tokens", "their prompts", "log", 1e7),
+    Feature("storing", "requests", "completed, their KV store under way", "log", 1024),
+    Feature("arrival_rate", "requests/s", "over about the last 10 s", "log", 1000),
+    Feature("preemption_rate", "evictions/s", "over about the last 10 s", "log", 1000),
+    Feature("oldest_age", "s", "age of the oldest waiting request", "log", 600),
     Feature("free_blocks", "share of the pool", "blocks that nobody holds", "linear", 1),
     Feature("running", "share of max_num_seqs", "requests in the batch", "linear", 1),
     Feature("prefilling", "share of max_num_seqs", "of these, in prefill", "linear", 1),
-    Feature("waiting", "requests", "requests in the waiting queue", "log", 16384),
-    Feature("waiting_prompt_tokens", "tokens", "their prompts", "log", 1e7),
     Feature("kvc_ready", "share of the rate limit", "waiting holders of fetched KV", "linear", 1),
-    Feature("storing", "requests", "completed, their KV store under way", "log", 1024),
     Feature("decode_tokens", "share of the budget", "decodes of the coming step", "linear", 1),
     Feature("prefill_tokens", "share of the budget", "prefill tokens scheduled", "linear", 1),
     Feature("chunk_budget", "share of the budget", "prefill tokens allowed per step", "linear", 1),
     Feature("predicted_peak_kv", "share of the pool", "of the batch as it is", "linear", 2),
-    Feature("arrival_rate", "requests/s", "over about the last 10 s", "log", 1000),
-    Feature("preemption_rate", "evictions/s", "over about the last 10 s", "log", 1000),
-    Feature("oldest_age", "s", "age of the oldest waiting request", "log", 600),
     Feature("step_time", "s", "duration of the last step", "linear", 0.5),
 )
+"""The gauges, the logarithmic ones first."""
 
 INDEX = {gauge.name: column for column, gauge in enumerate(GAUGES)}
 
@@ -60,20 +61,20 @@ def read_gauges(worker: LLMWorkerVLLMScheduler) -> WorkerGauges:
     return WorkerGauges(
         np.array(
             [
-                pool.free / pool.total,
-                len(batch) / params.max_num_seqs,
-                len(batch.prefill_requests) / params.max_num_seqs,
                 len(queue),
                 queue.prompt_tokens,
-                worker.kvc_ready_count / params.max_kvc_ready_requests,
                 len(worker.completed_requests),
+                worker.arrival_rate.at(now),
+                worker.preemption_rate.at(now),
+                now - queue.oldest().arrival_time if queue else 0.0,
+                worker.free_gpu_blocks / pool.total,
+                len(batch) / params.max_num_seqs,
+                len(batch.prefill_requests) / params.max_num_seqs,
+                worker.kvc_ready_count / params.max_kvc_ready_requests,
                 batch.decode_tokens / budget,
                 batch.prefill_tokens / budget,
                 worker.chunk_budget / budget,
                 worker.peak_kv().tokens / (pool.total * worker.block_size),
-                worker.arrival_rate.at(now),
-                worker.preemption_rate.at(now),
-                now - queue.oldest().arrival_time if queue else 0.0,
                 worker.last_step_s,
             ]
         )

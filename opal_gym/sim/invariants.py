@@ -26,6 +26,7 @@ def _check_blocks(worker: LLMWorkerVLLMScheduler) -> None:
     pool = worker.pool
     everyone = chain(worker.waiting_requests, worker.batch, worker.completed_requests.values())
     held = sum(request.allocated_blocks for request in everyone)
+    held -= pool.shared
     assert pool.total == pool.free + held, f"{pool.total} blocks != {pool.free} free + {held} held"
     assert pool.free >= 0, f"{pool.free} free blocks"
 

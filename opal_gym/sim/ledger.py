@@ -31,6 +31,12 @@ class Integral:
 class Ledger:
     """Follows the requests of all workers (Little's law: ∫N dt = Σ of the times in the system).
 
+    Args:
+        env: The simulation.
+        records: Where finished requests are noted.
+        unloaded_latency: Seconds that a request takes alone on a worker.
+        ended: Told of every request that completed or was rejected.
+
     Attributes:
         in_system: ∫ N dt, N = requests arrived, not rejected, not completed; s.
         slowdown: The same with each request weighted by weight / unloaded latency.
@@ -39,6 +45,7 @@ class Ledger:
         completed_tokens: Output tokens of completed requests.
         preemptions: Evictions.
         arrived_requests: Requests that arrived and were accepted.
+        arrived_weight: Their weight.
         completed_requests: Requests that made all their tokens.
         rejections: Rejected requests by reason.
         last_completion: When the last request completed, s.
@@ -49,10 +56,12 @@ class Ledger:
         env: SimEnvironment,
         records: RequestRecords,
         unloaded_latency: Callable[[LLMRequest], float],
+        ended: Callable[[LLMRequest], None],
     ) -> None:
         self._env = env
         self._records = records
         self._unloaded_latency = unloaded_latency
+        self._ended = ended
         self._unloaded: dict[int, float] = {}
         self.in_system = Integral()
         self.slowdown = Integral()
@@ -61,6 +70,7 @@ class Ledger:
         self.completed_tokens = 0
         self.preemptions = 0
         self.arrived_requests = 0
+        self.arrived_weight = 0.0
         self.completed_requests = 0
         self.rejections: Counter[str] = Counter()
         self.last_completion = 0.0
@@ -70,6 +80,7 @@ class Ledger:
         unloaded, now = self._unloaded_latency(request), self._env.now
         self._unloaded[request.request_id] = unloaded
         self.arrived_requests += 1
+        self.arrived_weight += request.tenant.weight
         self.in_system.add(1, now)
         self.awaiting_token.add(1, now)
         self.slowdown.add(request.tenant.weight / unloaded, now)
@@ -78,6 +89,7 @@ class Ledger:
         """A request reached a worker and can never run."""
         self.rejections[reason] += 1
         self._records.reject(request, reason)
+        self._ended(request)
 
     def first_token(self, request: LLMRequest) -> None:
         """A request's first output token was made, now."""
@@ -97,3 +109,4 @@ class Ledger:
         self.last_completion = now
         if self._records.complete(request, unloaded, worker_id):
             self.good_weight += request.tenant.weight
+        self._ended(request)

@@ -22,6 +22,8 @@ def episode_metrics(
     gpu_busy_s: float,
     kv_block_s: float,
     total_blocks: int,
+    num_workers: int = 1,
+    arrived_weight: float | None = None,
 ) -> Metrics:
     """Summarises an episode.
 
@@ -32,6 +34,8 @@ def episode_metrics(
         gpu_busy_s: Seconds in which GPUs computed, summed over workers.
         kv_block_s: Integral of the held KV blocks, blocks·s, summed over workers.
         total_blocks: KV blocks of all workers.
+        num_workers: Number of workers.
+        arrived_weight: Weight of all that arrived; default: as the completed ones on average.
 
     Returns:
         Times in s as `{"mean", "p50", "p90", "p99"}`: `ttft_s`, `tpot_s` (requests of more than
@@ -46,6 +50,8 @@ def episode_metrics(
     good = good_requests(records)
     several = table["output_tokens"] > 1
     span = duration_s or 1.0
+    if arrived_weight is None:
+        arrived_weight = arrived * float(weights.mean()) if len(weights) else 0.0
     return {
         "requests": float(arrived),
         "completed": float(len(table)),
@@ -59,7 +65,7 @@ def episode_metrics(
         "slowdown": _summary(slowdown),
         "weighted_slowdown": _weighted(slowdown, weights),
         "goodput": float(good.sum()) / max(1, arrived),
-        "weighted_goodput": _weighted(good, weights),
+        "weighted_goodput": float(np.dot(good, weights)) / (arrived_weight or 1.0),
         "goodput_per_s": float(good.sum()) / span,
         "tokens_per_s": float(table["output_tokens"].sum()) / span,
         "requests_per_s": len(table) / span,
@@ -68,7 +74,7 @@ def episode_metrics(
         "prefix_hit_tokens": float(table["prefix_hit_tokens"].sum()),
         "prefix_hit_rate": float(table["prefix_hit_tokens"].sum())
         / max(1.0, float(table["prompt_tokens"].sum())),
-        "gpu_busy_share": gpu_busy_s / span,
+        "gpu_busy_share": gpu_busy_s / (span * num_workers),
         "kv_utilisation": kv_block_s / (span * total_blocks),
         "jain_index": jain_index(1 / slowdown),
         "duration_s": float(duration_s),

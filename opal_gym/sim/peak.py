@@ -7,6 +7,9 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.float64]
 
+RANKS = np.arange(100_001, dtype=np.float64)
+"""More than a batch ever holds."""
+
 
 class PeakKV:
     """The largest number of KV tokens that a batch will hold, if it runs as predicted.
@@ -24,15 +27,18 @@ class PeakKV:
     """
 
     def __init__(self, current: Tokens, remaining: Tokens) -> None:
-        order = np.argsort(-remaining, kind="stable")
+        n = len(current)
+        order = (-remaining).argsort(kind="stable")
         current, remaining = current[order], remaining[order]
         self._ascending = -remaining
-        self._total = np.concatenate(([0.0], np.cumsum(current)))
-        moments = self._total[1:] + np.arange(1, len(remaining) + 1) * remaining
+        self._total = np.zeros(n + 1)
+        current.cumsum(out=self._total[1:])
+        moments = self._total[1:] + RANKS[1 : n + 1] * remaining
+        self._before = np.zeros(n + 1)
+        np.maximum.accumulate(moments, out=self._before[1:])
         # A request that joins adds its own tokens and one growing slot to all moments after it.
-        later = moments + remaining
-        self._before = np.concatenate(([0.0], np.maximum.accumulate(moments)))
-        self._after = np.concatenate((np.maximum.accumulate(later[::-1])[::-1], [-np.inf]))
+        self._after = np.full(n + 1, -np.inf)
+        np.maximum.accumulate((moments + remaining)[::-1], out=self._after[n - 1 :: -1][:n])
 
     @property
     def tokens(self) -> float:
@@ -41,6 +47,8 @@ class PeakKV:
 
     def with_candidates(self, current: Tokens, remaining: Tokens) -> Tokens:
         """Peak of the batch with one more request, for each candidate, shape (len(current),)."""
-        place = np.searchsorted(self._ascending, -remaining, side="right")
+        place = self._ascending.searchsorted(-remaining, side="right")
         own = self._total[place] + current + (place + 1) * remaining
-        return np.maximum(np.maximum(self._before[place], own), current + self._after[place])
+        peaks: Tokens = np.maximum(self._before[place], own)
+        np.maximum(peaks, current + self._after[place], out=peaks)
+        return peaks

@@ -85,7 +85,7 @@ class RequestRecords:
             self._table = np.concatenate([self._table, np.empty_like(self._table)])
         stats = request.stats
         times = stats.token_times
-        max_gap = float(np.diff(times).max()) if len(times) > 1 else 0.0
+        max_gap = float((times[1:] - times[:-1]).max()) if len(times) > 1 else 0.0
         self._table[len(self)] = (
             request.request_id,
             self._tenant_rows[request.tenant],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -11,7 +12,17 @@ from numpy.typing import NDArray
 
 from opal_gym.sim.blocks import blocks_of
 from opal_gym.sim.steps import StepLog
-from opal_gym.sim.table import Column, RequestTable, State
+from opal_gym.sim.table import (
+    DELIVERED,
+    FIRST_TOKEN_TIME,
+    IS_FETCH,
+    ORIGIN_STEP,
+    PREEMPTIONS,
+    PREFIX_HIT,
+    PROMPT_REMAINING,
+    RequestTable,
+    kv_area,
+)
 
 MAX_PREEMPTIONS = 3
 """A policy may evict a request this often (seed, "Preemption Strategy")."""
@@ -172,18 +183,30 @@ class VLLMSchedulerRequest(SchedulerRequest):
         prompt_processed: Prompt tokens in KV.
         preemption_count: How often it was evicted.
         kvc_lookup: Cached result of the KV-cache lookup in tokens; None: look (again).
-        prefix_tokens: Prompt tokens that came from the KV cache since the last (re)start.
+        prefix_tokens: Prompt tokens that came from a cache since the last (re)start.
+        start_tokens: While waiting: tokens that need no computing if it is admitted now.
+        start_blocks: While waiting: blocks for them that need not be taken any more.
+        admission: Number of its last admission to the batch.
         origin_step: While decoding: the step count at which nothing was generated.
         delivered_tokens: Output tokens that the user has; recomputed ones count once.
+        kv_area: Predicted KV area, token·steps.
+        block_hashes: Hashes of its prompt's full GPU blocks, where prefix caching is on.
+        held_hashes: Those of them under which blocks that it holds are published.
     """
 
     __slots__ = (
         "_block_size",
         "_blocks",
         "_generated",
+        "_lost",
+        "_seen_blocks",
         "_steps",
         "_table",
+        "admission",
+        "block_hashes",
         "delivered_tokens",
+        "held_hashes",
+        "kv_area",
         "kvc_lookup",
         "origin_step",
         "phase",
@@ -191,6 +214,8 @@ class VLLMSchedulerRequest(SchedulerRequest):
         "prefix_tokens",
         "prompt_processed",
         "row",
+        "start_blocks",
+        "start_tokens",
     )
 
     def __init__(
@@ -206,10 +231,18 @@ class VLLMSchedulerRequest(SchedulerRequest):
         self.preemption_count = 0
         self.kvc_lookup: int | None = None
         self.prefix_tokens = 0
+        self.start_tokens = 0
+        self.start_blocks = 0
+        self.admission = 0
         self.origin_step = 0
         self.delivered_tokens = 0
+        self.kv_area = kv_area(self.prompt_tokens, llm_request.predicted_output_tokens)
+        self.block_hashes: Sequence[int] = ()
+        self.held_hashes: list[int] = []
         self._generated = 0
         self._blocks = 0
+        self._seen_blocks = 0
+        self._lost = range(0)
 
     @property
     def decode_tokens_generated(self) -> int:
@@ -231,39 +264,95 @@ class VLLMSchedulerRequest(SchedulerRequest):
             return blocks_of(tokens, self._block_size)
         return self._blocks
 
+    @property
+    def predicted_remaining(self) -> int:
+        """Output tokens still to come, as predicted; at least 1."""
+        return max(1, self.llm_request.predicted_output_tokens - self.decode_tokens_generated)
+
+    @property
+    def nearly_finished(self) -> bool:
+        """Whether 95 % of the predicted output is made (seed, "Preemption Strategy")."""
+        predicted = self.llm_request.predicted_output_tokens
+        return predicted > 0 and self.decode_tokens_generated >= 0.95 * predicted
+
+    @property
+    def may_be_preempted(self) -> bool:
+        """Whether a policy may evict it: it is below the cap."""
+        return self.preemption_count < MAX_PREEMPTIONS
+
     def take_blocks(self, blocks: int) -> None:
         """Notes that it holds `blocks` more GPU blocks."""
         self._blocks += blocks
-        self._table.data[self.row, Column.BLOCKS] = self._blocks
 
-    def give_blocks(self) -> int:
-        """Gives up all its blocks; returns how many."""
-        blocks, self._blocks = self._blocks, 0
-        self._table.data[self.row, Column.BLOCKS] = 0
-        return blocks
+    def give_blocks(self) -> tuple[int, list[int]]:
+        """Gives up all its blocks; returns how many, and the hashes of published ones."""
+        blocks, hashes = self._blocks, self.held_hashes
+        self._blocks = self._seen_blocks = 0
+        self.held_hashes = []
+        return blocks, hashes
+
+    def unseen_blocks(self, tokens: int) -> Sequence[int]:
+        """Hashes of the full prompt blocks among its first `tokens` tokens, each once."""
+        seen, self._seen_blocks = self._seen_blocks, tokens // self._block_size
+        return self.block_hashes[seen : self._seen_blocks]
+
+    def matched_on_gpu(self, blocks: int, in_use: int) -> None:
+        """Notes how many leading blocks are cached on the GPU, and how many of these in use.
+
+        A KV-cache match that is no longer than that needs no fetch.
+        """
+        self._start_from(blocks * self._block_size, in_use)
+        self._choose_way()
+
+    def take_cached(self, hashes: Sequence[int]) -> None:
+        """Holds cached blocks of its prompt's beginning; their tokens need no computing."""
+        self.held_hashes = list(hashes)
+        self._seen_blocks = len(hashes)
+        self.take_blocks(len(hashes))
+        self.prefix_tokens = len(hashes) * self._block_size
+        self._process(self.prefix_tokens)
 
     def looked_up(self, tokens: int) -> None:
         """WAITING: caches the lookup's result; without a match the request is READY."""
         self.kvc_lookup = tokens
-        self._table.data[self.row, Column.LOOKUP] = tokens
-        if tokens:
-            self._enter(RequestPhase.WAITING, State.MATCHED)
-        else:
-            self._enter(RequestPhase.READY, State.READY)
+        self._choose_way()
+
+    def _choose_way(self) -> None:
+        """WAITING for a fetch if the KV cache has more than is there already; READY otherwise."""
+        is_fetch = (self.kvc_lookup or 0) > self.start_tokens
+        self.phase = RequestPhase.WAITING if is_fetch else RequestPhase.READY
+        self._set(IS_FETCH, is_fetch)
+        self._set(PREFIX_HIT, max(self.kvc_lookup or 0, self.start_tokens))
 
     def start_fetch(self, tokens: int) -> None:
         """WAITING → FETCH_KVC: `tokens` prompt tokens are on their way to its blocks."""
-        self._process(tokens)
+        self.phase = RequestPhase.FETCH_KVC
         self.prefix_tokens = tokens
-        self._enter(RequestPhase.FETCH_KVC, State.FETCHING)
+        self._process(tokens)
+        self._start_from(tokens, self._blocks)
+        self._set(IS_FETCH, False)
 
     def fetched(self) -> None:
         """FETCH_KVC → READY, with its blocks."""
-        self._enter(RequestPhase.READY, State.READY)
+        self.phase = RequestPhase.READY
 
-    def start_prefill(self) -> None:
-        """READY → PREFILL_CHUNKED."""
-        self._enter(RequestPhase.PREFILL_CHUNKED, State.PREFILL)
+    def schedule_prefill_chunk(self, tokens_left: int) -> int:
+        """Tokens of the next chunk: neither more than the prompt's rest nor than are left."""
+        return min(self.prompt_tokens - self.prompt_processed, tokens_left)
+
+    def start_prefill(self, admission: int) -> None:
+        """READY → PREFILL_CHUNKED. Lost tokens that came from a cache are not recomputed.
+
+        Args:
+            admission: Number of its admission to the batch.
+        """
+        self.admission = admission
+        saved = len(range(self._lost.start, min(self._lost.stop, self.prefix_tokens)))
+        stats = self.llm_request.stats
+        stats.recomputed_tokens -= saved
+        stats.prefix_hit_tokens = self.prefix_tokens
+        self._lost = range(0)
+        self.phase = RequestPhase.PREFILL_CHUNKED
 
     def prefill(self, tokens: int, first_step: int, steps: int) -> None:
         """PREFILL_CHUNKED: `tokens` more prompt tokens are in KV, computed in `steps` steps."""
@@ -272,20 +361,21 @@ class VLLMSchedulerRequest(SchedulerRequest):
 
     def start_decode(self, generated: int) -> None:
         """→ DECODE with `generated` tokens (0, or 1 made by the prefill's last step)."""
+        self.phase = RequestPhase.DECODE
         self.origin_step = self._steps.count - generated
-        self._table.data[self.row, Column.ORIGIN_STEP] = self.origin_step
-        self._enter(RequestPhase.DECODE, State.DECODE)
+        self._set(ORIGIN_STEP, self.origin_step)
 
     def leave_decode(self) -> None:
         """Leaves the lockstep of the decodes: its progress, blocks and token times are noted."""
         self._generated = generated = self.decode_tokens_generated
         self._blocks = self.allocated_blocks
+        self._set(ORIGIN_STEP, math.inf)
         stats, new = self.llm_request.stats, generated - self.delivered_tokens
         stats.note_steps(self.origin_step, generated)
         if new > 0:
             stats.token_runs.append((self.origin_step + self.delivered_tokens, new))
             self.delivered_tokens = generated
-            self._table.data[self.row, Column.DELIVERED] = generated
+            self._set(DELIVERED, generated)
 
     def complete(self) -> None:
         """→ COMPLETED; its blocks are still held."""
@@ -294,32 +384,37 @@ class VLLMSchedulerRequest(SchedulerRequest):
     def first_token(self, time: float) -> None:
         """Its first output token was made at `time`, s."""
         self.llm_request.stats.first_token_time = time
-        self._table.data[self.row, Column.FIRST_TOKEN_TIME] = time
+        self._set(FIRST_TOKEN_TIME, time)
 
     def preempted(self) -> None:
         """→ WAITING after an eviction (seed, "Phase 3")."""
         stats = self.llm_request.stats
-        stats.recomputed_tokens += self.tokens_held - self.prefix_tokens
+        self._lost = range(self.prefix_tokens, self.prompt_processed + self._generated)
+        stats.recomputed_tokens += len(self._lost)
         stats.preemptions += 1
         self.preemption_count += 1
-        self._table.data[self.row, Column.PREEMPTIONS] = self.preemption_count
+        self._set(PREEMPTIONS, self.preemption_count)
         self.reset_progress()
 
     def reset_progress(self) -> None:
         """→ WAITING with nothing in KV; the lookup will be done again."""
-        self._process(0)
-        self._generated = 0
-        self.prefix_tokens = 0
+        self.phase = RequestPhase.WAITING
         self.kvc_lookup = None
-        self._enter(RequestPhase.WAITING, State.UNLOOKED)
+        self.prefix_tokens = 0
+        self._generated = 0
+        self._process(0)
+        self._start_from(0, 0)
+
+    def _start_from(self, tokens: int, blocks: int) -> None:
+        self.start_tokens, self.start_blocks = tokens, blocks
+        self._set(PROMPT_REMAINING, self.prompt_tokens - tokens)
 
     def _process(self, tokens: int) -> None:
         self.prompt_processed = tokens
-        self._table.data[self.row, Column.PROCESSED] = tokens
+        self._set(PROMPT_REMAINING, self.prompt_tokens - tokens)
 
-    def _enter(self, phase: RequestPhase, state: State) -> None:
-        self.phase = phase
-        self._table.data[self.row, Column.STATE] = state
+    def _set(self, column: int, value: float) -> None:
+        self._table.data[self.row, column] = value
 
 
 def by_age(request: SchedulerRequest) -> tuple[float, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Generator
 
 import numpy as np
@@ -21,9 +22,13 @@ from opal_gym.sim.ledger import Ledger
 from opal_gym.sim.metrics import Metrics, episode_metrics
 from opal_gym.sim.policies import FifoLeastWorkPolicy
 from opal_gym.sim.records import RequestRecords
+from opal_gym.sim.reporting import Reporter
 from opal_gym.sim.request import LLMRequest
 from opal_gym.sim.router import Router
+from opal_gym.sim.single_stage_worker import LLMWorkerSingleStage
+from opal_gym.sim.timeseries import TimeSeries
 from opal_gym.sim.vllm_worker import LLMWorkerVLLMScheduler
+from opal_gym.sim.workloads.streams import Stream, generator
 from opal_gym.sim.workloads.workload import Workload
 
 
@@ -39,6 +44,7 @@ class Simulation:
         policy: Answers decisions in process; default: the reference baseline.
         outside: Kinds of decision that the driver answers.
         policy_seed: Seed of the policy's own randomness.
+        routing_seed: Seed of random routing.
         horizon_s: Simulated seconds after which `advance` stops; None: when all is done.
 
     Attributes:
@@ -56,6 +62,7 @@ class Simulation:
         *,
         outside: Collection[DecisionKind] = (),
         policy_seed: int = 0,
+        routing_seed: int = 0,
         horizon_s: float | None = None,
     ) -> None:
         self.config = config
@@ -80,18 +87,62 @@ class Simulation:
             )
 
         self.records = RequestRecords(workload.tenants)
-        self.ledger = Ledger(self.env, self.records, unloaded_latency)
-        self.engine = OpalKVCacheEngine(self.env, config.kvc, config.model.shape.kv_bytes_per_token)
-        self.router = Router()
-        self.worker = LLMWorkerVLLMScheduler(
-            self.env, config, gpu_model, self.engine, self, self.ledger, self.router.collect
-        )
-        self.router.workers.append(self.worker)
+        self.ledger = Ledger(self.env, self.records, unloaded_latency, self._follow_up)
+        self.time_series = TimeSeries() if config.simulation.record_time_series else None
+        self.router = Router(config, generator(routing_seed, Stream.ROUTING))
+        self.engines: list[OpalKVCacheEngine] = []
+        self.workers = [
+            self._make_worker(i, gpu_model) for i in range(config.simulation.num_workers)
+        ]
+        self.router.connect(self.workers)
         self.env.process(self._arrivals())
         if horizon_s is not None:
             horizon = self.env.at(horizon_s)
             assert horizon.callbacks is not None
             horizon.callbacks.append(self._reach_horizon)
+
+    def _make_worker(
+        self, worker_id: int, gpu_model: GPUModel
+    ) -> LLMWorkerVLLMScheduler | LLMWorkerSingleStage:
+        config = self.config
+        reporter = Reporter(self.env, config, self.router, worker_id)
+        engine = OpalKVCacheEngine(
+            self.env, config.kvc, config.model.shape.kv_bytes_per_token, reporter.kv_event
+        )
+        self.engines.append(engine)
+        if config.worker.kind == "single_stage":
+            return LLMWorkerSingleStage(
+                self.env, config, gpu_model, engine, self.ledger, self.router, worker_id
+            )
+        return LLMWorkerVLLMScheduler(
+            self.env,
+            config,
+            gpu_model,
+            engine,
+            self,
+            self.ledger,
+            self.router,
+            reporter,
+            self.time_series,
+            worker_id,
+        )
+
+    @property
+    def worker(self) -> LLMWorkerVLLMScheduler:
+        """The vLLM worker that asks the pending decision, or else the first."""
+        worker = self.workers[0 if self.pending is None else self.pending.worker_id]
+        assert isinstance(worker, LLMWorkerVLLMScheduler)
+        return worker
+
+    @property
+    def engine(self) -> OpalKVCacheEngine:
+        """The KV-cache engine of the first worker."""
+        return self.engines[0]
+
+    def other_workers(self, worker: LLMWorkerVLLMScheduler) -> list[LLMWorkerVLLMScheduler]:
+        """The vLLM workers beside `worker`."""
+        vllm_workers = (w for w in self.workers if isinstance(w, LLMWorkerVLLMScheduler))
+        return [other for other in vllm_workers if other is not worker]
 
     @property
     def done(self) -> bool:
@@ -119,7 +170,7 @@ class Simulation:
         return self.metrics()
 
     def drain(self) -> None:
-        """Runs on until nothing is under way: the KV stores of the last requests end, too."""
+        """Runs on until nothing is left: the KV stores of the last requests end, too."""
         self.env.run()
 
     def ask(self, decision: Decision) -> Generator[simpy.Event, int, int]:
@@ -140,19 +191,37 @@ class Simulation:
             self.records,
             arrived=self.ledger.arrived_requests,
             duration_s=max(0.0, end - first),
-            gpu_busy_s=self.worker.gpu_busy_time,
-            kv_block_s=self.worker.pool.block_seconds(),
-            total_blocks=self.worker.pool.total,
+            gpu_busy_s=sum(worker.gpu_busy_time_now for worker in self.workers),
+            kv_block_s=sum(worker.kv_block_seconds() for worker in self.workers),
+            total_blocks=self.config.total_gpu_blocks * len(self.workers),
+            num_workers=len(self.workers),
+            arrived_weight=self.ledger.arrived_weight,
         )
-        summary["stores_skipped"] = float(self.engine.stores_skipped)
+        summary["stores_skipped"] = float(sum(engine.stores_skipped for engine in self.engines))
         summary["decisions"] = float(self.decisions)
         summary["load"] = float(self.workload.load)
         return summary
 
     def _arrivals(self) -> Generator[simpy.Event, None, None]:
+        """Requests that arrive by themselves: all but the later turns of sessions."""
         for request in self.workload:
+            if math.isinf(request.arrival_time):
+                return
             yield self.env.at(request.arrival_time)
             self.router.route(request)
+
+    def _follow_up(self, request: LLMRequest) -> None:
+        """A request has ended: its session's next turn, if any, begins to be thought of."""
+        turn = self.workload.next_turn(request.request_id)
+        if turn is not None:
+            self.env.process(self._arrive_after_thinking(*turn))
+
+    def _arrive_after_thinking(
+        self, request: LLMRequest, think_time_s: float
+    ) -> Generator[simpy.Event, None, None]:
+        yield self.env.timeout(think_time_s)
+        request.arrival_time = self.env.now
+        self.router.route(request)
 
     def _reach_horizon(self, _: simpy.Event) -> None:
         self.horizon_reached = True

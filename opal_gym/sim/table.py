@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_gym.sim.candidates import FEATURES, INDEX
+
 if TYPE_CHECKING:
     from opal_gym.sim.request import LLMRequest
 
+ARRIVAL_TIME = len(FEATURES)
+TTFT_SLO = ARRIVAL_TIME + 1
+TPOT_SLO = ARRIVAL_TIME + 2
+ORIGIN_STEP = ARRIVAL_TIME + 3
+"""While decoding: the step count at which nothing was generated; infinite otherwise."""
+FIRST_TOKEN_TIME = ARRIVAL_TIME + 4
+"""When the first output token was made; infinite before."""
+DELIVERED = ARRIVAL_TIME + 5
+COLUMNS = ARRIVAL_TIME + 6
 
-class Column(IntEnum):
-    """Columns of `RequestTable.data`; the first ones never change in a request's life."""
-
-    ARRIVAL_TIME = 0
-    PROMPT = 1
-    PREDICTED_OUTPUT = 2
-    KV_AREA = 3
-    WEIGHT = 4
-    TTFT_SLO = 5
-    TPOT_SLO = 6
-    PROCESSED = 7
-    BLOCKS = 8
-    LOOKUP = 9
-    PREEMPTIONS = 10
-    ORIGIN_STEP = 11
-    STATE = 12
-    FIRST_TOKEN_TIME = 13
-    DELIVERED = 14
-
-
-class State(IntEnum):
-    """What a table row says about a request's phase."""
-
-    UNLOOKED = 0
-    MATCHED = 1
-    FETCHING = 2
-    READY = 3
-    PREFILL = 4
-    DECODE = 5
+PRESENT = INDEX["present"]
+PROMPT = INDEX["prompt_tokens"]
+PROMPT_REMAINING = INDEX["prompt_remaining"]
+PREDICTED_OUTPUT = INDEX["predicted_output_tokens"]
+PREDICTED_REMAINING = INDEX["predicted_remaining"]
+KV_AREA = INDEX["predicted_kv_area"]
+PREFIX_HIT = INDEX["prefix_hit_tokens"]
+IS_FETCH = INDEX["is_fetch"]
+PREEMPTIONS = INDEX["preemptions"]
+WEIGHT = INDEX["weight"]
 
 
 def kv_area(prompt: float, output: float) -> float:
@@ -51,12 +42,15 @@ def kv_area(prompt: float, output: float) -> float:
 class RequestTable:
     """One row a live request; rows are reused.
 
+    The first columns are the features of a candidate table, as far as they follow from the request
+    alone; those that depend on the moment are 0 here. Then come the columns named above.
+
     Attributes:
-        data: Shape (capacity, len(Column)), float64.
+        data: Shape (capacity, COLUMNS), float64.
     """
 
     def __init__(self) -> None:
-        self.data = np.zeros((64, len(Column)))
+        self.data = np.zeros((64, COLUMNS))
         self._free = list(range(63, -1, -1))
 
     def add(self, request: LLMRequest) -> int:
@@ -64,34 +58,54 @@ class RequestTable:
         if not self._free:
             self._grow()
         row = self._free.pop()
-        prompt, predicted, tenant = (
-            request.prompt_tokens,
-            request.predicted_output_tokens,
-            request.tenant,
-        )
-        self.data[row] = (
-            request.arrival_time,
-            prompt,
-            predicted,
-            kv_area(prompt, predicted),
-            tenant.weight,
-            tenant.ttft_slo_s,
-            tenant.tpot_slo_s,
-            *(0, 0, 0, 0, 0, State.UNLOOKED),
-            np.inf,
-            0,
-        )
+        prompt, predicted = request.prompt_tokens, request.predicted_output_tokens
+        data = self.data[row]
+        data[:] = 0
+        data[PRESENT] = 1
+        data[PROMPT] = data[PROMPT_REMAINING] = prompt
+        data[PREDICTED_OUTPUT] = predicted
+        data[PREDICTED_REMAINING] = max(1, predicted)
+        data[KV_AREA] = kv_area(prompt, predicted)
+        data[WEIGHT] = request.tenant.weight
+        data[ARRIVAL_TIME] = request.arrival_time
+        data[TTFT_SLO] = request.tenant.ttft_slo_s
+        data[TPOT_SLO] = request.tenant.tpot_slo_s
+        data[ORIGIN_STEP] = data[FIRST_TOKEN_TIME] = np.inf
         return row
 
     def release(self, row: int) -> None:
         """Takes a row back."""
         self._free.append(row)
 
-    def rows(self, rows: NDArray[np.intp]) -> NDArray[np.float64]:
-        """The rows `rows`, shape (len(rows), len(Column))."""
-        return self.data[rows]
-
     def _grow(self) -> None:
         capacity = len(self.data)
         self.data = np.concatenate([self.data, np.zeros_like(self.data)])
         self._free = list(range(2 * capacity - 1, capacity - 1, -1))
+
+
+class RowSet:
+    """A set of rows as an array; adding and removing cost O(1)."""
+
+    def __init__(self) -> None:
+        self._rows = np.empty(64, np.intp)
+        self._place: dict[int, int] = {}
+
+    @property
+    def rows(self) -> NDArray[np.intp]:
+        """The rows, in no particular but reproducible order."""
+        return self._rows[: len(self._place)]
+
+    def add(self, row: int) -> None:
+        """Adds a row."""
+        place = len(self._place)
+        if place == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
+        self._rows[place] = row
+        self._place[row] = place
+
+    def remove(self, row: int) -> None:
+        """Removes a row; the last one takes its place."""
+        last = int(self._rows[len(self._place) - 1])
+        place = self._place[last] = self._place[row]
+        self._rows[place] = last
+        del self._place[row]

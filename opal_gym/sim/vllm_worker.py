@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable
 from itertools import chain, islice
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import simpy
@@ -16,83 +16,29 @@ from numpy.typing import NDArray
 
 from opal_gym.config import Config
 from opal_gym.sim.batch import BatchMetadata
+from opal_gym.sim.batch_builder import OpalBatchBuilder
 from opal_gym.sim.blocks import BlockPool, blocks_of
-from opal_gym.sim.candidates import generated_tokens
 from opal_gym.sim.clock import BOUNDARY, SimEnvironment
-from opal_gym.sim.decision import STOP, Decision
+from opal_gym.sim.decision import DecisionMaker
 from opal_gym.sim.gauges import EventRate
 from opal_gym.sim.gpu_model import Chunk, GPUModel
 from opal_gym.sim.invariants import check_worker
 from opal_gym.sim.kvcache import OpalKVCacheEngine
+from opal_gym.sim.ledger import Ledger
 from opal_gym.sim.peak import PeakKV
-from opal_gym.sim.questions import (
-    Question,
-    StepPlan,
-    Window,
-    admit_question,
-    chunk_question,
-    fits,
-    preempt_question,
-    tokens_after_chunk,
-)
+from opal_gym.sim.questions import StepPlan
 from opal_gym.sim.queue import WaitingQueue
+from opal_gym.sim.reporting import Reporter
 from opal_gym.sim.request import LLMRequest, RequestPhase, VLLMSchedulerRequest, by_age, note_first
+from opal_gym.sim.router import Router
+from opal_gym.sim.span import MAX_SPAN_STEPS, Span
 from opal_gym.sim.steps import StepLog
-from opal_gym.sim.table import Column, RequestTable
+from opal_gym.sim.table import ORIGIN_STEP, PREDICTED_OUTPUT, PROMPT, RequestTable
+from opal_gym.sim.timeseries import TimeSeries
 
 logger = logging.getLogger(__name__)
 
 Process = Generator[simpy.Event, Any, None]
-T = TypeVar("T")
-
-MAX_SPAN_STEPS = 4096
-"""A span's arrays stay small; a longer one is several."""
-NO_BLOCKS = np.empty(0, np.int64)
-
-
-class DecisionMaker(Protocol):
-    """Whoever answers a worker's decisions."""
-
-    def ask(self, decision: Decision) -> Generator[simpy.Event, int, int]:
-        """Yields until the decision is answered; returns the answer."""
-
-
-class RequestObserver(Protocol):
-    """Whoever is told what becomes of requests."""
-
-    def arrived(self, request: LLMRequest) -> None:
-        """A request reached the worker and was accepted."""
-
-    def rejected(self, request: LLMRequest, reason: str) -> None:
-        """A request reached the worker and can never run."""
-
-    def first_token(self, request: LLMRequest) -> None:
-        """A request's first output token was made, now."""
-
-    def preempted(self, request: LLMRequest) -> None:
-        """A request was evicted, now."""
-
-    def completed(self, request: LLMRequest, worker_id: int) -> None:
-        """A request made its last token, now."""
-
-
-@dataclass(slots=True)
-class Span:
-    """Steps between two rebuilds, as one SimPy event.
-
-    Attributes:
-        start: When the first step begins, s.
-        times: End of each step, shape (k,), s.
-        later_blocks: Blocks that steps 2 … k take, cumulated, shape (k - 1,).
-        steps: Steps that will be made: k, or fewer once the span is cut.
-        boundary: The event at the end of the last of them.
-    """
-
-    start: float
-    times: NDArray[np.float64]
-    later_blocks: NDArray[np.int64]
-    steps: int
-    boundary: simpy.Event
 
 
 class LLMWorkerVLLMScheduler:
@@ -107,7 +53,7 @@ class LLMWorkerVLLMScheduler:
         kvc_fetch_blocks_in_flight: Blocks that hold KV under way from the cache.
         gpu_busy_time: Seconds in which the GPU computed.
         rebuild_id: Rebuilds so far.
-        chunk_budget: Prefill tokens per step until the next rebuild.
+        spans: Spans so far.
     """
 
     def __init__(
@@ -117,8 +63,10 @@ class LLMWorkerVLLMScheduler:
         gpu_model: GPUModel,
         engine: OpalKVCacheEngine,
         decision_maker: DecisionMaker,
-        observer: RequestObserver,
-        output: Callable[[LLMRequest], None],
+        ledger: Ledger,
+        router: Router,
+        reporter: Reporter,
+        time_series: TimeSeries | None = None,
         worker_id: int = 0,
     ) -> None:
         self.env = env
@@ -134,20 +82,26 @@ class LLMWorkerVLLMScheduler:
         self.kvc_fetch_blocks_in_flight = 0
         self.gpu_busy_time = 0.0
         self.rebuild_id = 0
-        self.chunk_budget = self.params.max_num_batched_tokens
+        self.spans = 0
         self.last_step_s = 0.0
         self.arrival_rate = EventRate()
         self.preemption_rate = EventRate()
+        self._peak_moment = (-1, -1, -1)
+        self._peak = PeakKV(np.empty(0), np.empty(0))
         self._max_model_len = config.max_model_len
+        self._hash_block_tokens = config.kvc.hash_block_tokens
         self.max_candidates = config.env.max_candidates
+        self.chunk_budgets = self.params.chunk_choices[: self.max_candidates]
         self.window_size = max(self.params.lookahead_reqs, self.max_candidates)
         self._check = config.simulation.check_invariants
         self._max_span = 1 if config.simulation.step_by_step else MAX_SPAN_STEPS
         self._gpu = gpu_model
         self._engine = engine
-        self._decision_maker = decision_maker
-        self._observer = observer
-        self._output = output
+        self.decision_maker = decision_maker
+        self._ledger = ledger
+        self._router = router
+        self._reporter = reporter
+        self._time_series = time_series
         self._worker_local_queue: deque[LLMRequest] = deque()
         self._check_new_requests_idle = False
         self._scheduler_busy = True
@@ -156,8 +110,8 @@ class LLMWorkerVLLMScheduler:
         self._holders: dict[int, VLLMSchedulerRequest] = {}
         self._no_first_token: list[VLLMSchedulerRequest] = []
         self._rebuild_due = False
-        self._short_of_tokens = False
         self._span: Span | None = None
+        self._builder = OpalBatchBuilder(self)
         self._intake = env.process(self._check_new_requests())
         self._scheduler = env.process(self._vllm_scheduling_loop())
 
@@ -188,18 +142,31 @@ class LLMWorkerVLLMScheduler:
         )
         if reason:
             self._log("Request %s rejected: %s", llm_request.request_id, reason)
-            self._observer.rejected(llm_request, reason)
+            self._ledger.rejected(llm_request, reason)
             return
         llm_request.stats.steps = self.steps
         request = VLLMSchedulerRequest(llm_request, self.block_size, self.steps, self.table)
         self.waiting_requests.append(request)
+        self._reporter.work_arrived(self)
+        if self.params.enable_prefix_caching:
+            request.block_hashes = self._prompt_block_hashes(llm_request)
         self._unlooked += 1
         self.arrival_rate.count(self.env.now)
-        self._observer.arrived(llm_request)
+        self._ledger.arrived(llm_request)
         self._log("New request %s added to waiting queue (phase: WAITING)", request.request_id)
+        self._sample()
         # A batch that waits for blocks alone cannot take anybody in.
         if self._scheduler_busy or not self.batch:
             self._notify(always=not self.batch)
+
+    def _prompt_block_hashes(self, request: LLMRequest) -> list[int]:
+        """Hashes of a prompt's GPU blocks that may be shared; its last token is always computed."""
+        parts = self._hash_block_tokens // self.block_size
+        hashed = min(request.prompt_tokens - 1, len(request.hash_ids) * self._hash_block_tokens)
+        return [
+            request.hash_ids[block // parts] * parts + block % parts
+            for block in range(hashed // self.block_size)
+        ]
 
     def _notify(self, *, always: bool) -> None:
         """Something happened: a rebuild is due if it can change anything (DESIGN §2).
@@ -214,7 +181,7 @@ class LLMWorkerVLLMScheduler:
         if not self._scheduler_busy:
             self._scheduler_busy = True
             self._scheduler.interrupt()
-        elif self._span is not None:
+        else:
             self._cut_span()
 
     def _sleep(self) -> Process:
@@ -243,17 +210,18 @@ class LLMWorkerVLLMScheduler:
         Returns:
             Whether the batch ran; if not, there is nothing to do until something happens.
         """
-        plan = None if self._rebuild_due else self._plan_step()
+        plan = None if self._rebuild_due else self._builder.plan_step()
         if plan is None or self._asks_for_rebuild(plan):
             plan = yield from self._build_batch()
         else:
-            self._schedule(plan)
+            self.schedule(plan)
         self.check_invariants()
+        self._sample()
         if plan is None or not self.batch:
             return False
         self._span = self._start_span(plan)
         span = yield from self._finish_span()
-        self._update_request_states_and_stats(plan, span)
+        self._update_request_states_and_stats(span)
         self._handle_completed_requests(self._move_completed_requests())
         self.check_invariants()
         return True
@@ -261,7 +229,9 @@ class LLMWorkerVLLMScheduler:
     def _asks_for_rebuild(self, plan: StepPlan) -> bool:
         """Memory is short, or tokens that the last admissions lacked are left over."""
         return plan.total_blocks > self.pool.free or (
-            self._short_of_tokens and plan.tokens_left > 0
+            self.params.rebuild_on == "change"
+            and self._builder.short_of_tokens
+            and plan.tokens_left > 0
         )
 
     # ---------------------------------------------------------- batch building
@@ -274,197 +244,23 @@ class LLMWorkerVLLMScheduler:
         """
         self.rebuild_id += 1
         self._rebuild_due = False
-        self._short_of_tokens = False
-        self.chunk_budget = yield from self._choose_chunk_budget()
-        # Phases 1 and 2: resume the decodes, then the prefills.
-        plan = self._plan_step()
-        # Phase 3: make room for those that cannot fit.
-        made_room = False
-        while plan.total_blocks > self.pool.free:
-            if len(self.batch) == 1 and self.in_flight:
-                return None
-            yield from self._make_room()
-            made_room = True
-            plan = self._plan_step()
-        self._schedule(plan)
-        # Phase 4: admit. Whoever just gave up blocks would walk back into them, so look again at
-        # the next boundary instead.
-        if made_room:
-            self._rebuild_due = True
-        else:
-            yield from self._admit_waiting(plan)
+        plan = yield from self._builder.build()
+        # Whoever just gave up blocks would walk back into them: look again at the next boundary.
+        self._rebuild_due |= self._builder.made_room and plan is not None
         return plan
 
-    def _choose_chunk_budget(self) -> Generator[simpy.Event, Any, int]:
-        """Prefill tokens per step until the next rebuild; all of the budget where not asked."""
-        question = chunk_question(self)
-        if question is None:
-            return self.params.max_num_batched_tokens
-        budget = yield from self._ask(question)
-        assert budget is not None
-        return budget
-
-    def _plan_step(self) -> StepPlan:
-        """Phases 1 and 2: a token for each decode, chunks for the prefills while tokens last."""
-        tokens = min(
-            self.chunk_budget, self.params.max_num_batched_tokens - self.batch.decode_tokens
-        )
-        plan = StepPlan([], [], self.batch.decode_blocks_needed(), tokens)
-        for request in self.batch.prefill_requests.values():
-            if not plan.tokens_left:
-                break
-            self._plan_prefill(plan, request)
-        return plan
-
-    def _plan_prefill(self, plan: StepPlan, request: VLLMSchedulerRequest) -> None:
-        tokens = self.schedule_prefill_chunk(request, plan.tokens_left)
-        held = tokens_after_chunk(
-            request.prompt_processed,
-            tokens,
-            request.prompt_tokens,
-            self.params.first_token_at_prefill_end,
-        )
-        plan.chunks.append((request, tokens))
-        plan.blocks.append(blocks_of(held, self.block_size) - request.allocated_blocks)
-        plan.tokens_left -= tokens
-
-    def schedule_prefill_chunk(self, request: VLLMSchedulerRequest, tokens_left: int) -> int:
-        """Tokens of the next chunk: neither more than the prompt's rest nor than are left."""
-        return min(request.prompt_tokens - request.prompt_processed, tokens_left)
-
-    def _schedule(self, plan: StepPlan) -> None:
+    def schedule(self, plan: StepPlan) -> None:
         """Takes the coming step's blocks and tokens."""
         self.pool.allocate(plan.total_blocks)
-        for (request, _), blocks in zip(plan.chunks, plan.blocks, strict=True):
-            request.take_blocks(blocks)
+        for (request, tokens), blocks in zip(plan.chunks, plan.blocks, strict=True):
+            self._take_blocks(request, blocks, request.prompt_processed + tokens)
         self.steps.scheduled = self.steps.count + 1
         self.batch.schedule_prefill(plan.chunks)
 
-    def _ask(self, question: Question[T]) -> Generator[simpy.Event, Any, T | None]:
-        """Asks a question, unless it has only one possible answer.
-
-        Returns:
-            The chosen option, or None for STOP.
-
-        Raises:
-            ValueError: The policy's answer is not legal.
-        """
-        decision = question.decision
-        if question.has_one_answer:
-            return question.options[0]
-        answer = yield from self._decision_maker.ask(decision)
-        if not decision.is_legal(answer):
-            stop = " or STOP (-1)" if decision.stop_allowed else ""
-            raise ValueError(
-                f"policy's answer to {decision.kind.name} at {decision.time} s: got {answer!r}; "
-                f"allowed: 0 to {len(question.options) - 1}{stop}"
-            )
-        return None if answer == STOP else question.options[answer]
-
-    # -------------------------------------------------------- phase 3: preemption
-
-    def _make_room(self) -> Process:
-        """Evicts one request; a batch of one has waiting holders give back instead."""
-        if len(self.batch) == 1:
-            self._give_back_youngest()
-            return
-        question = preempt_question(self)
-        if question is None:
-            # All have been evicted often enough: the oldest must advance.
-            victim = max(self.batch, key=by_age)
-        else:
-            chosen = yield from self._ask(question)
-            assert chosen is not None
-            victim = chosen
-        self._preempt_request(victim)
-
-    def _preempt_request(self, request: VLLMSchedulerRequest) -> None:
-        """Evicts a request: blocks freed, progress lost, front of the queue (seed, "Phase 3")."""
-        work_score = request.tokens_held
-        self.batch.remove(request)
-        request.preempted()
-        freed = self._release_blocks(request)
-        self._unlooked += 1
-        self.waiting_requests.push_front(request)
-        self.preemption_rate.count(self.env.now)
-        self._observer.preempted(request.llm_request)
-        self._log(
-            "PREEMPTED request %s: freed %d blocks (work_score=%d, preemption_count=%d)",
-            request.request_id,
-            freed,
-            work_score,
-            request.preemption_count,
-        )
-
-    def _give_back_youngest(self) -> None:
-        """The youngest waiting holder of a fetched prefix gives its blocks back."""
-        request = max(self._holders.values(), key=by_age)
-        del self._holders[request.request_id]
-        request.reset_progress()
-        freed = self._release_blocks(request)
-        self._unlooked += 1
-        self._log("Request %s: gave back %d fetched blocks", request.request_id, freed)
-
-    def _release_blocks(self, request: VLLMSchedulerRequest) -> int:
-        blocks = request.give_blocks()
-        self.pool.release(blocks)
-        return blocks
-
-    # --------------------------------------------------------- phase 4: admission
-
-    def _admit_waiting(self, plan: StepPlan) -> Process:
-        """Admits waiting requests until the policy stops or nobody fits."""
-        window = self._scan_waiting()
-        while question := admit_question(self, plan, window):
-            request = yield from self._ask(question)
-            if request is None:
-                return
-            self._admit(request, plan, window)
-        if not (self.batch or self.in_flight) and self.waiting_requests:
-            self._force_progress(plan, window)
-        self._short_of_tokens = (
-            self.params.rebuild_on == "change"
-            and plan.tokens_left == 0
-            and self.slots_free
-            and window.has_ready(self.table)
-        )
-
-    def _scan_waiting(self) -> Window:
-        """The head of the queue; those without a KV-cache lookup get one."""
-        requests = list(self.waiting_requests.window(self.window_size))
-        if self._unlooked:
-            for request in requests:
-                if request.kvc_lookup is None:
-                    self._look_up(request)
-        return Window(requests)
-
-    def _look_up(self, request: VLLMSchedulerRequest) -> None:
-        """Looks a request's prefix up; the last prompt token is always computed."""
-        self._unlooked -= 1
-        stats = request.llm_request.stats
-        note_first(stats, "start_processing_time", self.env.now)
-        match = self._engine.lookup(request.llm_request.hash_ids)
-        self._note_match(request, min(match, request.prompt_tokens - 1))
-
-    def _note_match(self, request: VLLMSchedulerRequest, tokens: int) -> None:
-        request.looked_up(tokens)
-        if not tokens:
-            note_first(request.llm_request.stats, "request_ready_time", self.env.now)
-            self._log("Request %s: no prefix match, now READY", request.request_id)
-
-    def _admit(self, request: VLLMSchedulerRequest, plan: StepPlan, window: Window) -> None:
-        """Admits a request that fits: into the batch, or its fetch is issued."""
-        if request.phase is RequestPhase.WAITING:
-            self._issue_fetch(request)
-            return
-        self._add_to_batch(request, plan)
-        window.remove(request)
-
-    def _add_to_batch(self, request: VLLMSchedulerRequest, plan: StepPlan) -> None:
-        self._plan_prefill(plan, request)
-        tokens, blocks = plan.chunks[-1][1], plan.blocks[-1]
+    def add_to_batch(self, request: VLLMSchedulerRequest, tokens: int, blocks: int) -> None:
+        """Moves a READY request from the queue to the batch, with its first chunk."""
         self.pool.allocate(blocks)
-        request.take_blocks(blocks)
+        self._take_blocks(request, blocks, request.prompt_processed + tokens)
         self.waiting_requests.remove(request)
         self._holders.pop(request.request_id, None)
         self.batch.add_prefill(request, tokens)
@@ -478,17 +274,94 @@ class LLMWorkerVLLMScheduler:
             self.pool.total,
         )
 
-    def _force_progress(self, plan: StepPlan, window: Window) -> None:
-        """Nobody can run: holders give back until the oldest fits, which is then admitted."""
-        request = self.waiting_requests.oldest()
-        if request.phase is RequestPhase.WAITING:
-            self._note_match(request, 0)
-        while not fits(self, plan, Window([request])).mask[0]:
-            self._give_back_youngest()
-        self._add_to_batch(request, plan)
-        window.remove(request)
+    def _take_blocks(self, request: VLLMSchedulerRequest, blocks: int, prompt_tokens: int) -> None:
+        """Blocks for a chunk up to `prompt_tokens`; full ones are published at once, as in vLLM."""
+        request.take_blocks(blocks)
+        self._publish_blocks(request, prompt_tokens)
 
-    # ------------------------------------------------------------- KV-cache fetch
+    def _publish_blocks(self, request: VLLMSchedulerRequest, prompt_tokens: int) -> None:
+        """Lets others share the full blocks among a prompt's first `prompt_tokens` tokens."""
+        for block_hash in request.unseen_blocks(prompt_tokens):
+            if self.pool.publish(block_hash):
+                request.held_hashes.append(block_hash)
+
+    # -------------------------------------------------------------------- preemption
+
+    def _preempt_request(self, request: VLLMSchedulerRequest) -> None:
+        """Evicts a request: blocks freed, progress lost, front of the queue (seed, "Phase 3")."""
+        work_score = request.tokens_held
+        self.batch.remove(request)
+        request.preempted()
+        freed = self._release_blocks(request)
+        self._unlooked += 1
+        self.waiting_requests.push_front(request)
+        self.preemption_rate.count(self.env.now)
+        self._ledger.preempted(request.llm_request)
+        self._log(
+            "PREEMPTED request %s: freed %d blocks (work_score=%d, preemption_count=%d)",
+            request.request_id,
+            freed,
+            work_score,
+            request.preemption_count,
+        )
+
+    def give_back_youngest(self) -> None:
+        """The youngest waiting holder of a fetched prefix gives its blocks back."""
+        request = max(self._holders.values(), key=by_age)
+        del self._holders[request.request_id]
+        request.reset_progress()
+        freed = self._release_blocks(request)
+        self._unlooked += 1
+        self._log("Request %s: gave back %d fetched blocks", request.request_id, freed)
+
+    def _release_blocks(self, request: VLLMSchedulerRequest) -> int:
+        blocks, hashes = request.give_blocks()
+        self.pool.release(blocks, hashes)
+        return blocks
+
+    # ------------------------------------------------------------- KV-cache lookup and fetch
+
+    def scan_waiting(self) -> list[VLLMSchedulerRequest]:
+        """The head of the queue; those without a KV-cache lookup get one."""
+        requests = list(self.waiting_requests.window(self.window_size))
+        if self._unlooked:
+            for request in requests:
+                if request.kvc_lookup is None:
+                    self._look_up(request)
+        self.match_on_gpu(requests)
+        return requests
+
+    def match_on_gpu(self, requests: Iterable[VLLMSchedulerRequest]) -> None:
+        """Looks for waiting prompts' beginnings in GPU blocks, where prefix caching is on."""
+        if not self.params.enable_prefix_caching:
+            return
+        for request in requests:
+            if not request.allocated_blocks:
+                request.matched_on_gpu(*self.pool.match(request.block_hashes))
+
+    def take_cached_prefix(self, request: VLLMSchedulerRequest) -> None:
+        """Shares the GPU blocks that hold the beginning of a request's prompt."""
+        if request.allocated_blocks or not request.block_hashes:
+            return
+        hits, _ = self.pool.match(request.block_hashes)
+        self.pool.acquire(request.block_hashes[:hits])
+        request.take_cached(request.block_hashes[:hits])
+
+    def _look_up(self, request: VLLMSchedulerRequest) -> None:
+        """Looks a request's prefix up; the last prompt token is always computed."""
+        stats = request.llm_request.stats
+        note_first(stats, "start_processing_time", self.env.now)
+        match = self._engine.lookup(request.llm_request.hash_ids, request.prompt_tokens)
+        self.note_match(request, min(match, request.prompt_tokens - 1))
+
+    def note_match(self, request: VLLMSchedulerRequest, tokens: int) -> None:
+        """Caches a lookup's result in tokens; 0 makes the request READY."""
+        if request.kvc_lookup is None:
+            self._unlooked -= 1
+        request.looked_up(tokens)
+        if not tokens:
+            note_first(request.llm_request.stats, "request_ready_time", self.env.now)
+            self._log("Request %s: no prefix match, now READY", request.request_id)
 
     @property
     def kvc_ready_count(self) -> int:
@@ -499,31 +372,44 @@ class LLMWorkerVLLMScheduler:
         """Whether the rate limit allows one more fetch."""
         return self.kvc_ready_count < self.params.max_kvc_ready_requests
 
-    def _issue_fetch(self, request: VLLMSchedulerRequest) -> None:
+    def note_blocked_fetches(self, window: Iterable[VLLMSchedulerRequest]) -> None:
+        """Logs that the rate limit keeps a match waiting."""
+        if self._can_issue_kvc_fetch():
+            return
+        if any(request.phase is RequestPhase.WAITING for request in window):
+            self._log(
+                "KVC fetch blocked: %d KVC-ready requests in waiting queue >= %d",
+                self.kvc_ready_count,
+                self.params.max_kvc_ready_requests,
+            )
+
+    def issue_kvc_fetch(self, request: VLLMSchedulerRequest) -> None:
         """Looks again, takes blocks for what is resident now, and starts to move exactly that."""
         hash_ids = request.llm_request.hash_ids
         tokens = min(
-            self._engine.lookup(hash_ids),
+            self._engine.lookup(hash_ids, request.prompt_tokens),
             request.prompt_tokens - 1,
             self.pool.free * self.block_size,
         )
-        if not tokens:
-            self._note_match(request, 0)
+        cached, _ = self.pool.match(request.block_hashes)
+        if tokens <= cached * self.block_size:
+            self.note_match(request, 0)
             return
-        blocks = blocks_of(tokens, self.block_size)
+        self.take_cached_prefix(request)
+        blocks = blocks_of(tokens, self.block_size) - cached
         self.pool.allocate(blocks)
         request.take_blocks(blocks)
         request.start_fetch(tokens)
-        request.llm_request.stats.prefix_hit_tokens = tokens
         self._fetching += 1
-        self.kvc_fetch_blocks_in_flight += blocks
+        self.kvc_fetch_blocks_in_flight += request.allocated_blocks
         self._log(
             "Request %s: initiating async KVC retrieve for %d tokens, allocated %d blocks",
             request.request_id,
             tokens,
             blocks,
         )
-        transfer = self._engine.retrieve(hash_ids, tokens)
+        moved = range(cached * self.block_size, tokens)
+        transfer = self._engine.retrieve(hash_ids, moved, request.prompt_tokens)
         self.env.process(self._async_kvc_retrieve(request, transfer))
 
     def _async_kvc_retrieve(self, request: VLLMSchedulerRequest, transfer: Process) -> Process:
@@ -533,8 +419,10 @@ class LLMWorkerVLLMScheduler:
         self.kvc_fetch_blocks_in_flight -= request.allocated_blocks
         self._holders[request.request_id] = request
         request.fetched()
+        self._publish_blocks(request, request.prefix_tokens)
         note_first(request.llm_request.stats, "request_ready_time", self.env.now)
         self._log("Fetched KVC tokens %d for Request %s", request.prefix_tokens, request.request_id)
+        self._sample()
         # An idle scheduler, with an empty batch or one that waits for blocks, waits for this.
         self._notify(always=not self._scheduler_busy or not self.batch)
 
@@ -542,16 +430,19 @@ class LLMWorkerVLLMScheduler:
 
     def _start_span(self, plan: StepPlan) -> Span:
         """Advances the batch by as many steps as provably need no rebuild, in one event."""
-        steps, later_blocks = self._span_steps(plan)
+        self.spans += 1
+        steps = self._span_steps(plan)
         now = self.env.now
+        # The running sum starts at the current time, so that it equals step-by-step addition.
+        times = np.empty(steps + 1)
+        times[0] = now
         if steps == 1:
-            times = np.array([now + self._calculate_batch_time(plan)])
+            times[1] = now + self._calculate_batch_time(plan)
         else:
-            # The running sum starts at the current time, so that it equals step-by-step addition.
-            times = np.cumsum(
-                np.concatenate(([now], self._gpu.span_latencies(*self._load(plan), steps)))
-            )[1:]
-        return Span(now, times, later_blocks, steps, self.env.at(float(times[-1]), BOUNDARY))
+            times[1:] = self._gpu.span_latencies(*self._load(plan), steps)
+            times.cumsum(out=times)
+        boundary = self.env.at(float(times[-1]), BOUNDARY)
+        return Span(plan, now, times[1:], steps, boundary)
 
     def _calculate_batch_time(self, plan: StepPlan) -> float:
         """Seconds of the coming step (seed, "Timing Calculation")."""
@@ -562,8 +453,8 @@ class LLMWorkerVLLMScheduler:
         chunks = [(request.prompt_processed, tokens) for request, tokens in plan.chunks]
         return chunks, self.batch.decode_tokens, self.batch.decode_context
 
-    def _span_steps(self, plan: StepPlan) -> tuple[int, NDArray[np.int64]]:
-        """Steps until a completion, a prefill's end or a lack of blocks; blocks of the later ones.
+    def _span_steps(self, plan: StepPlan) -> int:
+        """Steps until a completion, a prefill's end or a lack of blocks.
 
         A step that makes a first token, one that several prefills share, and one whose end is a
         rebuild anyway stand alone.
@@ -575,26 +466,25 @@ class LLMWorkerVLLMScheduler:
         if plan.chunks:
             request, tokens = plan.chunks[0]
             rest = request.prompt_tokens - request.prompt_processed
-            alone = len(plan.chunks) == 1
-            limit = min(limit, (rest - 1) // tokens if alone else 1)
-        if limit <= 1:
-            return 1, NO_BLOCKS
-        later_blocks = np.cumsum(self.batch.decode_blocks_of_span(limit)[1:])
-        if plan.chunks:
-            held = request.prompt_processed + tokens * np.arange(1, limit + 1)
-            later_blocks += np.cumsum(np.diff(blocks_of(held, self.block_size)))
-        fitting = int(np.searchsorted(later_blocks, self.pool.free, side="right"))
-        return fitting + 1, later_blocks[:fitting]
+            limit = min(limit, (rest - 1) // tokens if len(plan.chunks) == 1 else 1)
+        if limit <= 1 or self._later_blocks(plan, limit) <= self.pool.free:
+            return max(1, limit)
+        steps = range(1, limit + 1)
+        return bisect_right(steps, self.pool.free, key=lambda k: self._later_blocks(plan, k))
+
+    def _later_blocks(self, plan: StepPlan, steps: int) -> int:
+        """Blocks that the steps 2 … `steps` of a span take."""
+        blocks = self.batch.later_decode_blocks(steps)
+        for request, tokens in plan.chunks:
+            first = request.prompt_processed + tokens
+            last = first + tokens * (steps - 1)
+            blocks += blocks_of(last, self.block_size) - blocks_of(first, self.block_size)
+        return blocks
 
     def _cut_span(self) -> None:
-        """Ends the span under way at the next boundary; its old event will find nothing to do."""
-        span = self._span
-        assert span is not None
-        steps = int(np.searchsorted(span.times, self.env.now)) + 1
-        if steps < span.steps:
-            old, span.steps = span.boundary, steps
-            span.boundary = self.env.at(float(span.times[steps - 1]), BOUNDARY)
-            span.boundary.callbacks, old.callbacks = old.callbacks, []
+        """A rebuild is due: the span under way ends at the next boundary."""
+        if self._span is not None:
+            self._span.cut(self.env)
 
     def _finish_span(self) -> Generator[simpy.Event, Any, Span]:
         """Waits for the end of the span under way."""
@@ -604,38 +494,51 @@ class LLMWorkerVLLMScheduler:
             try:
                 yield span.boundary
             except simpy.Interrupt:
-                logger.warning("Scheduler interrupted during work - unexpected while busy")
+                logger.warning(
+                    "Scheduler interrupted during work - unexpected while busy",
+                    extra={"sim_time": self.env.now},
+                )
         self._span = None
         return span
 
-    def _update_request_states_and_stats(self, plan: StepPlan, span: Span) -> None:
+    def _update_request_states_and_stats(self, span: Span) -> None:
         """Advances all requests of the batch by the span's steps; ended prefills start decoding."""
         first, steps = self.steps.count, span.steps
+        if steps > 1:
+            self._take_later_blocks(span)
         self.steps.extend(span.times[:steps])
-        self._take_later_blocks(plan, span)
         self.steps.scheduled = self.steps.count
         self.gpu_busy_time += self.env.now - span.start
-        self.last_step_s = (self.env.now - span.start) / steps
+        begun = span.start if steps == 1 else float(span.times[steps - 2])
+        self.last_step_s = self.env.now - begun
         self._note_first_tokens(self._no_first_token)
         self._no_first_token = []
         self.batch.schedule_prefill([])
-        for request, tokens in plan.chunks:
+        for request, tokens in span.plan.chunks:
             request.prefill(tokens * steps, first, steps)
             if request.prompt_processed == request.prompt_tokens:
                 self._end_prefill(request)
 
-    def _take_later_blocks(self, plan: StepPlan, span: Span) -> None:
-        """Takes the blocks of the span's later steps, which nobody else could have taken."""
-        later = span.later_blocks[: span.steps - 1]
-        if not len(later):
-            return
-        begins = span.times[: span.steps - 1]
-        taken = np.diff(later, prepend=0)
-        self.pool.charge(float(np.dot(taken, self.env.now - begins)))
-        self.pool.allocate(int(later[-1]))
-        for request, tokens in plan.chunks:
+    def _take_later_blocks(self, span: Span) -> None:
+        """Takes the blocks of a span's steps after the first, which nobody else could take."""
+        taken = self._later_blocks_by_step(span.plan, span.steps)
+        self.pool.charge(span.block_seconds(taken, self.env.now))
+        for request, tokens in span.plan.chunks:
             held = request.prompt_processed + tokens * span.steps
-            request.take_blocks(blocks_of(held, self.block_size) - request.allocated_blocks)
+            self._take_blocks(request, self._blocks_lacking(request, held), held)
+        self.pool.allocate(int(taken.sum()))
+
+    def _later_blocks_by_step(self, plan: StepPlan, steps: int) -> NDArray[np.int64]:
+        """Blocks that each of the steps 2 … `steps` of a span takes, shape (steps - 1,)."""
+        taken = np.array(self.batch.later_decode_blocks_by_step(steps), np.int64)
+        for request, tokens in plan.chunks:
+            ends = request.prompt_processed + tokens * np.arange(1, steps + 1)
+            blocks = blocks_of(ends, self.block_size)
+            taken += blocks[1:] - blocks[:-1]
+        return taken
+
+    def _blocks_lacking(self, request: VLLMSchedulerRequest, tokens: int) -> int:
+        return blocks_of(tokens, self.block_size) - request.allocated_blocks
 
     def _end_prefill(self, request: VLLMSchedulerRequest) -> None:
         self._log("Request %s: prefill complete, transitioning to DECODE", request.request_id)
@@ -653,7 +556,7 @@ class LLMWorkerVLLMScheduler:
         for request in requests:
             if request.phase is RequestPhase.DECODE:
                 request.first_token(self.env.now)
-                self._observer.first_token(request.llm_request)
+                self._ledger.first_token(request.llm_request)
 
     def _move_completed_requests(self) -> list[VLLMSchedulerRequest]:
         """Takes requests that have made all their tokens out of the batch."""
@@ -669,14 +572,15 @@ class LLMWorkerVLLMScheduler:
         """Stores their KV beside the batch, after which their blocks are released."""
         for request in completed:
             self._rebuild_due = True
-            self._observer.completed(request.llm_request, self.worker_id)
-            if self._engine.enabled:
-                self.env.process(self._store_kvc(request))
-            else:
+            self._ledger.completed(request.llm_request, self.worker_id)
+            transfer = self._engine.store(request.llm_request.hash_ids, request.prompt_tokens)
+            if transfer is None:
                 self._retire(request)
+            else:
+                self.env.process(self._store_kvc(request, transfer))
 
-    def _store_kvc(self, request: VLLMSchedulerRequest) -> Process:
-        yield from self._engine.store(request.llm_request.hash_ids)
+    def _store_kvc(self, request: VLLMSchedulerRequest, transfer: Process) -> Process:
+        yield from transfer
         self._retire(request)
         self._notify(always=True)
 
@@ -695,14 +599,52 @@ class LLMWorkerVLLMScheduler:
             request.prompt_tokens,
             request.llm_request.output_tokens,
         )
-        self._output(request.llm_request)
+        self._sample()
+        self._router.collect(request.llm_request)
 
     # ------------------------------------------------------------------- observing
+
+    @property
+    def chunk_budget(self) -> int:
+        """Prefill tokens per step until the next rebuild."""
+        return self._builder.chunk_budget
 
     @property
     def in_flight(self) -> int:
         """Fetches and stores under way, which will end by themselves."""
         return self._fetching + len(self.completed_requests)
+
+    def kv_block_seconds(self) -> float:
+        """Integral of the held KV blocks over time so far, blocks·s."""
+        span, held = self._span, self.pool.block_seconds()
+        if span is None:
+            return held
+        taken = self._later_blocks_by_step(span.plan, span.steps_begun(self.env.now))
+        return held + span.block_seconds(taken, self.env.now)
+
+    @property
+    def running_requests(self) -> list[VLLMSchedulerRequest]:
+        """The requests of the batch, decodes first."""
+        return list(self.batch)
+
+    @property
+    def total_gpu_blocks(self) -> int:
+        """KV blocks of the pool."""
+        return self.pool.total
+
+    @property
+    def free_gpu_blocks(self) -> int:
+        """Free blocks now: those that the steps under way have taken are gone."""
+        span = self._span
+        if span is None:
+            return self.pool.free
+        return self.pool.free - self._later_blocks(span.plan, span.steps_begun(self.env.now))
+
+    @property
+    def gpu_busy_time_now(self) -> float:
+        """Seconds in which the GPU computed until now, s."""
+        current = 0.0 if self._span is None else self.env.now - self._span.start
+        return self.gpu_busy_time + current
 
     @property
     def slots_free(self) -> bool:
@@ -714,18 +656,16 @@ class LLMWorkerVLLMScheduler:
         """Whether a request waits that is not being fetched."""
         return len(self.waiting_requests) > self._fetching
 
-    def running_rows(self) -> NDArray[np.intp]:
-        """Rows of the request table of the batch, decodes first, shape (len(batch),)."""
-        return np.fromiter((request.row for request in self.batch), np.intp, len(self.batch))
-
     def peak_kv(self) -> PeakKV:
         """Predicted peak of the batch's KV memory."""
-        data = self.table.data[self.running_rows()]
-        generated = generated_tokens(self, data)
-        return PeakKV(
-            data[:, Column.PROMPT] + generated,
-            np.maximum(1, data[:, Column.PREDICTED_OUTPUT] - generated),
-        )
+        moment = (self.rebuild_id, self.steps.count, len(self.batch))
+        if moment != self._peak_moment:
+            data = self.table.data[self.batch.rows]
+            generated = np.maximum(0.0, self.steps.count - data[:, ORIGIN_STEP])
+            remaining = np.maximum(1.0, data[:, PREDICTED_OUTPUT] - generated)
+            self._peak = PeakKV(data[:, PROMPT] + generated, remaining)
+            self._peak_moment = moment
+        return self._peak
 
     def predicted_step_time(self, budget: int) -> float:
         """Seconds of the coming step if prefills, then the queue's head, fill the budget."""
@@ -740,7 +680,7 @@ class LLMWorkerVLLMScheduler:
         for request in chain(self.batch.prefill_requests.values(), islice(runnable, slots)):
             if not left:
                 break
-            tokens = self.schedule_prefill_chunk(request, left)
+            tokens = request.schedule_prefill_chunk(left)
             chunks.append((request.prompt_processed, tokens))
             left -= tokens
         return self._gpu.batch_latency(chunks, self.batch.decode_tokens, self.batch.decode_context)
@@ -753,6 +693,20 @@ class LLMWorkerVLLMScheduler:
         """
         if self._check:
             check_worker(self)
+
+    def _sample(self) -> None:
+        """Adds a sample to the time series, where one is kept."""
+        if self._time_series is not None:
+            self._time_series.add(
+                self.env.now,
+                self.worker_id,
+                len(self.waiting_requests),
+                len(self.batch),
+                len(self.completed_requests),
+                self.free_gpu_blocks,
+                self.kvc_fetch_blocks_in_flight,
+                self.gpu_busy_time_now,
+            )
 
     def _log(self, message: str, *args: object) -> None:
         if logger.isEnabledFor(logging.DEBUG):

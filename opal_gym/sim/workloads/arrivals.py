@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def draw_load(config: ArrivalConfig, seed: int) -> float:
     """The configured load, or one drawn uniformly from the configured range."""
     if not isinstance(config.load, tuple):
-        return float(config.load)
+        return config.load
     return generator(seed, Stream.LOAD).uniform(*config.load)
 
 

@@ -45,9 +45,5 @@ def make_workload(
         make = partial(synthetic_workload, config)
     else:
         make = partial(trace_workload, config)
-    return make(
-        seed,
-        length_information=length_information,
-        hash_block_tokens=hash_block_tokens,
-        rate_scale=rate_scale,
-    )
+    workload = make(seed, hash_block_tokens=hash_block_tokens, rate_scale=rate_scale)
+    return workload.with_length_information(length_information)

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
 from opal_gym.sim.workloads.streams import Stream, generator
 
-if TYPE_CHECKING:
-    from opal_gym.config import LengthInformation
 
-
-def predict(
-    output_tokens: NDArray[np.int64], sigma: float, seed: int, information: LengthInformation
-) -> NDArray[np.int64]:
+def predict(output_tokens: NDArray[np.int64], sigma: float, seed: int) -> NDArray[np.int64]:
     """Predicted output lengths: the truth times a log-normal error with median 1.
 
     Args:
         output_tokens: True lengths in tokens, shape (n,).
         sigma: Standard deviation of the error's logarithm.
         seed: The workload's seed.
-        information: `predicted`; or `oracle`: the truth; or `none`: zeros.
 
     Returns:
         Tokens, shape (n,).
     """
-    if information == "oracle":
-        return output_tokens
-    if information == "none":
-        return np.zeros_like(output_tokens)
     normal = generator(seed, Stream.PREDICTIONS).standard_normal(len(output_tokens))
     return np.maximum(1, np.rint(output_tokens * np.exp(sigma * normal))).astype(np.int64)

@@ -17,14 +17,13 @@ from opal_gym.sim.workloads.traces import Trace, TraceError, read_trace
 from opal_gym.sim.workloads.workload import Workload
 
 if TYPE_CHECKING:
-    from opal_gym.config import LengthInformation, TraceWorkload
+    from opal_gym.config import TraceWorkload
 
 
 def trace_workload(
     config: TraceWorkload,
     seed: int,
     *,
-    length_information: LengthInformation,
     hash_block_tokens: int,
     rate_scale: float,
 ) -> Workload:
@@ -48,9 +47,7 @@ def trace_workload(
         arrival_time=arrival_time,
         prompt_tokens=trace.prompt_tokens[rows],
         output_tokens=output_tokens,
-        predicted_output_tokens=predict(
-            output_tokens, config.prediction_sigma, seed, length_information
-        ),
+        predicted_output_tokens=predict(output_tokens, config.prediction_sigma, seed),
         tenant=np.zeros(len(rows), np.int64),
         priority=np.full(len(rows), config.priority, np.int64),
         tenants=(Tenant(config.tenant, config.weight, *objectives(config.slo)),),
@@ -116,12 +113,6 @@ def _latest_start(
 
 def _first_row(config: TraceWorkload, fitting: NDArray[np.int64], seed: int) -> int:
     """The first row of an episode from a file without times, in which windows are of rows."""
-    if config.window_s is not None or config.window_start_s:
-        raise TraceError(
-            f"{config.path}: window: got start {config.window_start_s} s and length "
-            f"{config.window_s} s; allowed: start 0 or null and no length, as the format "
-            "`lengths` has no times"
-        )
     if config.window_start_s == 0 or config.num_requests is None:
         return 0
     last_start = len(fitting) - config.num_requests

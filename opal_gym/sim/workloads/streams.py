@@ -23,6 +23,7 @@ class Stream(IntEnum):
     PREDICTIONS = 5
     LOAD = 6
     WINDOW = 7
+    ROUTING = 8
 
 
 def generator(seed: int, stream: Stream, *index: int) -> np.random.Generator:

@@ -18,14 +18,13 @@ from opal_gym.sim.workloads.streams import Stream, generator, pick
 from opal_gym.sim.workloads.workload import Workload
 
 if TYPE_CHECKING:
-    from opal_gym.config import LengthInformation, SyntheticWorkload, TenantConfig
+    from opal_gym.config import SyntheticWorkload, TenantConfig
 
 
 def synthetic_workload(
     config: SyntheticWorkload,
     seed: int,
     *,
-    length_information: LengthInformation,
     hash_block_tokens: int,
     rate_scale: float,
 ) -> Workload:
@@ -38,9 +37,7 @@ def synthetic_workload(
         arrival_time=arrival_times(config.arrivals, n, seed, load),
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
-        predicted_output_tokens=predict(
-            output_tokens, config.prediction_sigma, seed, length_information
-        ),
+        predicted_output_tokens=predict(output_tokens, config.prediction_sigma, seed),
         tenant=tenant,
         priority=np.array([tenant.priority for tenant in tenants], np.int64)[tenant],
         tenants=tuple(Tenant(t.name, t.weight, *objectives(t.slo)) for t in tenants),

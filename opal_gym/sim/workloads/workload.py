@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opal_gym.sim.request import DEFAULT_TENANT, LLMRequest, Tenant
+
+if TYPE_CHECKING:
+    from opal_gym.config import LengthInformation
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,10 @@ class Workload:
         priority: vLLM's priority, shape (n,), int64.
         tenants: The tenants.
         hash_ids: Chained hashes of each prompt's blocks; empty: no request has any.
+        next_rows: Closed-loop sessions: the row of the next turn, -1: none; shape (n,), int64;
+            empty: there are no sessions. Later turns stand after all first ones, with an
+            infinite arrival time: they arrive when the turn before has ended, plus the think time.
+        think_time: Seconds before each later turn, shape (n,); empty: there are no sessions.
         load: Share of the configured rate at which the requests arrive.
         left_out: Rows of a trace that are not in the workload, by reason.
     """
@@ -36,6 +44,8 @@ class Workload:
     priority: NDArray[np.int64]
     tenants: tuple[Tenant, ...] = (DEFAULT_TENANT,)
     hash_ids: tuple[tuple[int, ...], ...] = ()
+    next_rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    think_time: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     load: float = 1.0
     left_out: Mapping[str, int] = field(default_factory=dict)
 
@@ -47,7 +57,7 @@ class Workload:
         """Fresh requests, in order of arrival."""
         return (self.request(row) for row in range(len(self)))
 
-    def with_length_information(self, length_information: str) -> Workload:
+    def with_length_information(self, length_information: LengthInformation) -> Workload:
         """The same requests, with what schedulers may see of their output lengths.
 
         Args:
@@ -58,6 +68,13 @@ class Workload:
             return self
         seen = self.output_tokens if length_information == "oracle" else 0 * self.output_tokens
         return replace(self, predicted_output_tokens=seen)
+
+    def next_turn(self, row: int) -> tuple[LLMRequest, float] | None:
+        """The session's turn after row `row` as a fresh request, with its think time in s."""
+        if not len(self.next_rows) or self.next_rows[row] < 0:
+            return None
+        following = int(self.next_rows[row])
+        return self.request(following), float(self.think_time[following])
 
     def request(self, row: int) -> LLMRequest:
         """A fresh request from row `row`, which is also its id."""
