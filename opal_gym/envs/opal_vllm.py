@@ -225,7 +225,7 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
             routing_seed=options.get("workload_seed", 0),
         )
         self._terms = RewardTerms(self._simulation)
-        self._simulation.advance()
+        self._advance()
         return self._observe(), self._info(dict.fromkeys(TERMS, 0.0), dt=0.0)
 
     def _make_workload(self, options: Mapping[str, Any]) -> Workload:
@@ -257,7 +257,7 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
             raise ValueError(f"action: got {action!r}; allowed: 0 to {self._stop} (STOP)")
         before = simulation.env.now
         self._act(int(action))
-        simulation.advance()
+        self._advance()
         terms = self._terms.step()
         terminated = simulation.done
         truncated = simulation.horizon_reached and not terminated and len(self._actions) > 1
@@ -267,8 +267,18 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
             info["episode_metrics"] = self._episode_metrics()
         return self._observe(), float(self._reward(terms)), terminated, truncated, info
 
+    def _advance(self) -> None:
+        """Runs to the next decision, and notes which actions it allows."""
+        decision = self.simulation.advance()
+        self._mask = np.zeros(self._stop + 1, np.bool_)
+        if decision is None:
+            self._mask[self._stop] = True
+        else:
+            self._mask[: decision.num_candidates] = True
+            self._mask[self._stop] = decision.stop_allowed
+
     def _act(self, action: int) -> None:
-        if not self.action_masks()[action]:
+        if not self._mask[action]:
             self._illegal_actions += 1
             answer = 0
         else:
@@ -279,13 +289,8 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Which actions are legal, shape (max_candidates + 1,); never all False."""
-        decision = self.decision
-        mask = np.zeros(self._stop + 1, np.bool_)
-        if decision is None:
-            mask[self._stop] = True
-        else:
-            mask[: decision.num_candidates] = True
-            mask[self._stop] = decision.stop_allowed
+        assert self.simulation
+        mask: NDArray[np.bool_] = self._mask.copy()
         return mask
 
     def action_of(self, answer: int) -> int:
@@ -340,7 +345,7 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
         decision, worker = self.decision, self.simulation.worker
         baseline = STOP if decision is None else decision.baseline
         return {
-            "action_mask": self.action_masks().astype(np.int8),
+            "action_mask": self._mask.astype(np.int8),
             "rewards": rewards,
             "dt": float(dt),
             "time": float(self.simulation.env.now),

@@ -94,7 +94,7 @@ def _chunk_table(worker: LLMWorkerVLLMScheduler) -> CandidateTable:
     values = np.zeros((len(budgets), len(FEATURES)))
     values[:, INDEX["present"]] = 1
     values[:, INDEX["budget_tokens"]] = budgets
-    values[:, INDEX["step_time"]] = [worker.predicted_step_time(budget) for budget in budgets]
+    values[:, INDEX["step_time"]] = worker.predicted_step_times(budgets)
     return CandidateTable(values, np.full(len(budgets), -1))
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -667,9 +667,18 @@ class LLMWorkerVLLMScheduler:
             self._peak_moment = moment
         return self._peak
 
-    def predicted_step_time(self, budget: int) -> float:
-        """Seconds of the coming step if prefills, then the queue's head, fill the budget."""
-        left = min(budget, self.params.max_num_batched_tokens - self.batch.decode_tokens)
+    def predicted_step_times(self, budgets: Sequence[int]) -> list[float]:
+        """Seconds of the coming step if prefills, then the queue's head, fill each budget."""
+        decodes, context = self.batch.decode_tokens, self.batch.decode_context
+        most = self.params.max_num_batched_tokens - decodes
+        chunks = self._waiting_chunks(min(max(budgets), most))
+        return [
+            self._gpu.batch_latency(first_tokens(chunks, min(budget, most)), decodes, context)
+            for budget in budgets
+        ]
+
+    def _waiting_chunks(self, tokens: int) -> list[Chunk]:
+        """Chunks of the running prefills, then of the queue's head, up to `tokens` tokens."""
         slots = self.params.max_num_seqs - len(self.batch)
         runnable = (
             request
@@ -678,12 +687,12 @@ class LLMWorkerVLLMScheduler:
         )
         chunks: list[Chunk] = []
         for request in chain(self.batch.prefill_requests.values(), islice(runnable, slots)):
-            if not left:
+            if tokens <= 0:
                 break
-            tokens = request.schedule_prefill_chunk(left)
-            chunks.append((request.prompt_processed, tokens))
-            left -= tokens
-        return self._gpu.batch_latency(chunks, self.batch.decode_tokens, self.batch.decode_context)
+            rest = request.prompt_tokens - request.prompt_processed
+            chunks.append((request.prompt_processed, rest))
+            tokens -= rest
+        return chunks
 
     def check_invariants(self) -> None:
         """The seed's "Invariant Checks", where `simulation.check_invariants` asks for them.
@@ -711,6 +720,17 @@ class LLMWorkerVLLMScheduler:
     def _log(self, message: str, *args: object) -> None:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(message, *args, extra={"sim_time": self.env.now})
+
+
+def first_tokens(chunks: Sequence[Chunk], tokens: int) -> list[Chunk]:
+    """The first `tokens` new tokens of a sequence of chunks."""
+    taken: list[Chunk] = []
+    for cached, new in chunks:
+        if not tokens:
+            break
+        taken.append((cached, min(new, tokens)))
+        tokens -= taken[-1][1]
+    return taken
 
 
 def rejection_reason(
