@@ -470,30 +470,48 @@ class TraceWorkload(Section):
     """Requests of a recorded trace, or of a window of it."""
 
     kind: Literal["trace"] = "trace"
-    format: Literal["azure", "mooncake", "lengths"] = Field(
+    format: Literal["azure", "mooncake", "lengths", "sessions"] = Field(
         description="azure: CSV TIMESTAMP,ContextTokens,GeneratedTokens; mooncake: JSONL with "
         "timestamp (ms), input_length, output_length, hash_ids; lengths: CSV "
-        "input_length,output_length, which needs `arrivals`"
+        "input_length,output_length, which needs `arrivals`; sessions: JSONL, a turn a row, with "
+        "session_id, turn, t_session_s, think_time_s (null: not recorded; the time since the turn "
+        "before began is used), input_length, output_length, hash_ids, which needs `arrivals` too "
+        "and is replayed in closed loop: a turn arrives when the one before has ended, plus its "
+        "think time"
     )
     path: str = Field(description="The trace file; .gz is decompressed")
     arrivals: ArrivalConfig | None = Field(
-        None, description="Arrival process of a `lengths` file, which has no times"
+        None,
+        description="Arrival process of a `lengths` file, which has no times, or of the sessions "
+        "of a `sessions` file (its rate is sessions per second)",
     )
     window_s: Positive | None = Field(None, description="Seconds of the trace; default: all")
     window_start_s: NonNegative | None = Field(
-        0.0, description="Start of the window in trace seconds; null: drawn for each episode"
+        0.0,
+        description="Start of the window in trace seconds; null: drawn for each episode (`lengths` "
+        "and `sessions`: the first row or session is drawn)",
     )
-    num_requests: Count | None = Field(None, description="At most this many requests")
-    rate_scale: Positive = Field(1.0, description="Arrivals are this much faster than recorded")
+    num_requests: Count | None = Field(
+        None,
+        description="At most this many requests; of `sessions` as many whole sessions as have so "
+        "many turns, or the beginning of the first one where it alone has more",
+    )
+    rate_scale: Positive = Field(
+        1.0, description="Arrivals are this much faster than recorded; think times are kept"
+    )
     max_tokens: Count | None = Field(
-        None, description="Leave out requests with more prompt + output tokens (counted)"
+        None,
+        description="Leave out requests with more prompt + output tokens (counted); a session ends "
+        "before such a turn",
     )
     spread_bins: bool = Field(
         True,
         description="Spread the mooncake trace's 3 s time grid evenly inside each bin",
     )
     on_error: Literal["error", "skip"] = Field(
-        "error", description="What a malformed row does; skipped rows are counted and reported"
+        "error",
+        description="What a malformed row does; skipped rows are counted and reported, as is the "
+        "rest of a session after one",
     )
     tenant: str = "default"
     weight: Positive = 1.0
@@ -505,16 +523,18 @@ class TraceWorkload(Section):
 
     @model_validator(mode="after")
     def _has_times(self) -> TraceWorkload:
-        if self.format == "lengths" and self.window_s is not None:
-            raise RefusedError("window_s", self.window_s, "none for `lengths`, which has no times")
-        if self.format == "lengths" and self.window_start_s:
-            allowed = "0 (the first rows) or null (drawn) for `lengths`, which has no times"
+        has_times = self.format in ("azure", "mooncake")
+        if not has_times and self.window_s is not None:
+            allowed = f"none for `{self.format}`, which has no times of arrival"
+            raise RefusedError("window_s", self.window_s, allowed)
+        if not has_times and self.window_start_s:
+            allowed = f"0 or null for `{self.format}`, which has no times of arrival"
             raise RefusedError("window_start_s", self.window_start_s, allowed)
-        if (self.format == "lengths") != (self.arrivals is not None):
+        if has_times != (self.arrivals is None):
             raise RefusedError(
                 "arrivals",
                 None if self.arrivals is None else "an arrival process",
-                "given for the format `lengths`, and only for it",
+                "given for the formats `lengths` and `sessions`, and only for them",
             )
         return self
 

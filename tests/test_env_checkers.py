@@ -79,6 +79,25 @@ def test_unknown_arguments_are_refused() -> None:
         gymnasium.make("OpalVLLM-v0", num_request=3)
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("decisions", "env.decisions", ["ADMIT"]),
+        ("max_candidates", "env.max_candidates", 7),
+        ("horizon_s", "env.horizon_s", 2.5),
+        ("num_requests", "workload.num_requests", 5),
+        ("load", "workload.arrivals.load", 0.3),
+        ("load", "workload.arrivals.load", [0.3, 0.4]),
+        ("length_information", "simulation.length_information", "none"),
+        ("reward", "env.reward", {"ttft": 2.0}),
+    ],
+)
+def test_arguments_are_short_for_overrides(name: str, key: str, value: Any) -> None:
+    plain, given = OpalVLLMEnv(BUSY), OpalVLLMEnv(BUSY, **{name: value})
+    assert given.config == OpalVLLMEnv(BUSY, overrides={key: value}).config
+    assert given.config != plain.config
+
+
 @pytest.mark.parametrize("env_id", IDS)
 @pytest.mark.parametrize(
     ("mode", "context"),

@@ -61,7 +61,8 @@ def _check_queue(worker: LLMWorkerVLLMScheduler) -> None:
     ready = len(fetching) + len(holders)
     assert worker.kvc_ready_count == ready, f"{worker.kvc_ready_count} != {ready} KVC-ready"
     assert ready <= worker.params.max_kvc_ready_requests, f"{ready} KVC-ready requests"
-    in_flight = sum(request.allocated_blocks for request in fetching)
+    # What it shares was cached on the GPU; what is under way is published when it is there.
+    in_flight = sum(request.allocated_blocks - len(request.held_hashes) for request in fetching)
     assert worker.kvc_fetch_blocks_in_flight == in_flight, "blocks of fetches in flight"
     prompts = sum(request.prompt_tokens for request in waiting)
     assert worker.waiting_requests.prompt_tokens == prompts, "prompt tokens of the queue"

@@ -55,7 +55,6 @@ class OpalKVCacheEngine:
     Attributes:
         tiers: The storage tiers, fastest first.
         stores_skipped: Stores that found no evictable room.
-        lookups: Lookups so far.
     """
 
     def __init__(
@@ -109,12 +108,12 @@ class OpalKVCacheEngine:
         """
         if not self.tiers:
             return None
+        chunks = list(prompt_chunks(self._config, hash_ids, prompt_tokens))
+        self._touch(chunks)
         resident = self._match(hash_ids, prompt_tokens)
-        for tier, chunk in reversed(resident):
-            tier.touch([chunk])
         missing = [
             chunk
-            for chunk in prompt_chunks(self._config, hash_ids, prompt_tokens)
+            for chunk in chunks
             if self._tier_of(chunk) is None and chunk.chunk_id not in self._incoming
         ]
         if not missing:
@@ -130,17 +129,25 @@ class OpalKVCacheEngine:
             return None
         self.tiers[0].reserved += tokens
         self._incoming.update(chunk.chunk_id for chunk in missing)
-        return self._write(missing, tokens)
+        return self._write(missing, tokens, chunks)
 
-    def _write(self, chunks: Sequence[KVChunk], tokens: int) -> Process:
+    def _write(self, missing: Sequence[KVChunk], tokens: int, chunks: Sequence[KVChunk]) -> Process:
         tier = self.tiers[0]
         yield from tier.channel.transfer(tokens * tier.token_bytes)
         tier.reserved -= tokens
-        # The head of the chain last: tails are evicted first.
-        for chunk in reversed(chunks):
+        for chunk in missing:
             self._incoming.remove(chunk.chunk_id)
             tier.add(chunk)
             self._on_event(KVEvent(True, chunk.chunk_id))
+        # All of the prompt's, not only the new ones: they would outlive what leads to them.
+        self._touch(chunks)
+
+    def _touch(self, chunks: Sequence[KVChunk]) -> None:
+        """Marks what is resident of a chain as just used, its head last: tails go first."""
+        for chunk in reversed(chunks):
+            tier = self._tier_of(chunk)
+            if tier is not None:
+                tier.touch([chunk])
 
     def _make_room(self, level: int, tokens: int) -> bool:
         """Evicts least recently used chunks of a tier until `tokens` tokens are free.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Sized
+from typing import Protocol
 
 import simpy
 
@@ -12,8 +12,29 @@ from opal_gym.sim.clock import SimEnvironment
 from opal_gym.sim.kvcache import KVEvent
 from opal_gym.sim.router import InfraUpdate, Router
 
-if TYPE_CHECKING:
-    from opal_gym.sim.vllm_worker import LLMWorkerVLLMScheduler
+
+class ReportingWorker(Protocol):
+    """What load updates are about."""
+
+    @property
+    def waiting_requests(self) -> Sized:
+        """Requests that wait."""
+
+    @property
+    def running_requests(self) -> Sized:
+        """Requests that run."""
+
+    @property
+    def total_gpu_blocks(self) -> int:
+        """KV blocks."""
+
+    @property
+    def free_gpu_blocks(self) -> int:
+        """KV blocks that are free now."""
+
+    @property
+    def gpu_busy_time_now(self) -> float:
+        """Seconds in which the GPU computed until now, s."""
 
 
 class Reporter:
@@ -35,22 +56,22 @@ class Reporter:
         self._updating = False
         self._events: list[KVEvent] = []
 
-    def work_arrived(self, worker: LLMWorkerVLLMScheduler) -> None:
+    def work_arrived(self, worker: ReportingWorker) -> None:
         """The worker has work: the updates begin, unless they are under way."""
         if not (self._updating or self._silent):
             self._updating = True
             self._env.process(self._periodic_infra_updates(worker))
 
     def _periodic_infra_updates(
-        self, worker: LLMWorkerVLLMScheduler
+        self, worker: ReportingWorker
     ) -> Generator[simpy.Event, None, None]:
         while self._updating:
             busy_before = worker.gpu_busy_time_now
             yield self._env.timeout(self._period)
             update = InfraUpdate(
-                load=len(worker.batch) + len(worker.waiting_requests),
+                load=len(worker.running_requests) + len(worker.waiting_requests),
                 queue_occupancy=len(worker.waiting_requests),
-                kv_memory_used=1 - worker.free_gpu_blocks / worker.pool.total,
+                kv_memory_used=1 - worker.free_gpu_blocks / worker.total_gpu_blocks,
                 gpu_utilisation=(worker.gpu_busy_time_now - busy_before) / self._period,
             )
             self._router.receive_update(self._worker_id, update)

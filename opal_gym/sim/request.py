@@ -291,6 +291,11 @@ class VLLMSchedulerRequest(SchedulerRequest):
         self.held_hashes = []
         return blocks, hashes
 
+    @property
+    def reusable_hashes(self) -> Sequence[int]:
+        """Hashes of the blocks that it may find cached: its last token is always computed."""
+        return self.block_hashes[: (self.prompt_tokens - 1) // self._block_size]
+
     def unseen_blocks(self, tokens: int) -> Sequence[int]:
         """Hashes of the full prompt blocks among its first `tokens` tokens, each once."""
         seen, self._seen_blocks = self._seen_blocks, tokens // self._block_size

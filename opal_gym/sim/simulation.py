@@ -112,7 +112,7 @@ class Simulation:
         self.engines.append(engine)
         if config.worker.kind == "single_stage":
             return LLMWorkerSingleStage(
-                self.env, config, gpu_model, engine, self.ledger, self.router, worker_id
+                self.env, config, gpu_model, engine, self.ledger, self.router, reporter, worker_id
             )
         return LLMWorkerVLLMScheduler(
             self.env,

@@ -13,6 +13,7 @@ from opal_gym.sim.clock import SimEnvironment
 from opal_gym.sim.gpu_model import GPUModel
 from opal_gym.sim.kvcache import OpalKVCacheEngine
 from opal_gym.sim.ledger import Ledger
+from opal_gym.sim.reporting import Reporter
 from opal_gym.sim.request import LLMRequest
 from opal_gym.sim.router import Router
 from opal_gym.sim.steps import StepLog
@@ -40,11 +41,11 @@ class LLMWorkerSingleStage:
         engine: OpalKVCacheEngine,
         ledger: Ledger,
         router: Router,
+        reporter: Reporter,
         worker_id: int = 0,
     ) -> None:
         self.steps = StepLog()
         self.gpu_busy_time = 0.0
-        self._busy_since: float | None = None
         self.worker_id = worker_id
         self._env = env
         self._config = config
@@ -53,7 +54,10 @@ class LLMWorkerSingleStage:
         self._engine = engine
         self._ledger = ledger
         self._router = router
+        self._reporter = reporter
         self._queue: simpy.Store = simpy.Store(env)
+        self._running: list[LLMRequest] = []
+        self._computing_since: float | None = None
         env.process(self._serve())
 
     def queue_work(self, request: LLMRequest) -> None:
@@ -71,21 +75,45 @@ class LLMWorkerSingleStage:
         request.stats.steps = self.steps
         self._ledger.arrived(request)
         self._queue.put(request)
+        self._reporter.work_arrived(self)
+
+    @property
+    def waiting_requests(self) -> list[LLMRequest]:
+        """The queue."""
+        requests: list[LLMRequest] = self._queue.items
+        return requests
+
+    @property
+    def running_requests(self) -> list[LLMRequest]:
+        """The request that is served, if any."""
+        return self._running
+
+    @property
+    def total_gpu_blocks(self) -> int:
+        """KV blocks of the pool."""
+        return self._config.total_gpu_blocks
+
+    @property
+    def free_gpu_blocks(self) -> int:
+        """All: blocks are not tracked, as one request is never short of them."""
+        return self.total_gpu_blocks
 
     @property
     def gpu_busy_time_now(self) -> float:
         """Seconds in which the GPU computed until now, s."""
-        current = 0.0 if self._busy_since is None else self._env.now - self._busy_since
-        return self.gpu_busy_time + current
+        since = self._computing_since
+        return self.gpu_busy_time + (0.0 if since is None else self._env.now - since)
 
     def kv_block_seconds(self) -> float:
-        """Blocks of the KV pool are not tracked: one request is never short of them."""
+        """Blocks of the KV pool are not tracked."""
         return 0.0
 
     def _serve(self) -> Process:
         while True:
             request: LLMRequest = yield self._queue.get()
+            self._running.append(request)
             yield from self._run(request)
+            self._running.clear()
 
     def _run(self, request: LLMRequest) -> Process:
         stats = request.stats
@@ -96,12 +124,11 @@ class LLMWorkerSingleStage:
         if hit:
             yield from self._engine.retrieve(request.hash_ids, range(hit), request.prompt_tokens)
         stats.prefix_hit_tokens = hit
-        stats.request_ready_time = stats.gpu_start_time = start = self._env.now
-        self._busy_since = start
+        stats.request_ready_time = stats.gpu_start_time = self._env.now
+        self._computing_since = self._env.now
         yield from self._compute(request, hit)
         stats.decode_done_time = self._env.now
-        self.gpu_busy_time += self._env.now - start
-        self._busy_since = None
+        self.gpu_busy_time, self._computing_since = self.gpu_busy_time_now, None
         self._ledger.completed(request, self.worker_id)
         transfer = self._engine.store(request.hash_ids, request.prompt_tokens)
         if transfer is not None:

@@ -25,6 +25,7 @@ class Span:
         times: End of each step, shape (k,), s.
         steps: Steps that will be made: k, or fewer once the span is cut.
         boundary: The event at the end of the last of them.
+        taken: Steps whose blocks have been taken from the pool; the first one's are from the start.
     """
 
     plan: StepPlan
@@ -32,6 +33,7 @@ class Span:
     times: NDArray[np.float64]
     steps: int
     boundary: simpy.Event
+    taken: int = 1
 
     def cut(self, env: SimEnvironment) -> None:
         """Ends the span at the next step boundary; its old event will find nothing to do."""
@@ -45,6 +47,7 @@ class Span:
         """Steps that have begun before `now`."""
         return int(self.times.searchsorted(now)) + 1
 
-    def block_seconds(self, taken: NDArray[np.int64], now: float) -> float:
-        """Blocks·s until `now` of the blocks that steps 2, 3, … took when they began."""
-        return float(taken.dot(now - self.times[: len(taken)]))
+    def block_seconds(self, blocks: NDArray[np.int64], now: float) -> float:
+        """Blocks·s until `now` of the blocks that the steps after `taken` took when they began."""
+        begins = self.times[self.taken - 1 : self.taken - 1 + len(blocks)]
+        return float(blocks.dot(now - begins))

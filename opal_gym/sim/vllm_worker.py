@@ -160,9 +160,9 @@ class LLMWorkerVLLMScheduler:
             self._notify(always=not self.batch)
 
     def _prompt_block_hashes(self, request: LLMRequest) -> list[int]:
-        """Hashes of a prompt's GPU blocks that may be shared; its last token is always computed."""
+        """Hashes of the full GPU blocks of a prompt."""
         parts = self._hash_block_tokens // self.block_size
-        hashed = min(request.prompt_tokens - 1, len(request.hash_ids) * self._hash_block_tokens)
+        hashed = min(request.prompt_tokens, len(request.hash_ids) * self._hash_block_tokens)
         return [
             request.hash_ids[block // parts] * parts + block % parts
             for block in range(hashed // self.block_size)
@@ -264,6 +264,7 @@ class LLMWorkerVLLMScheduler:
         self.waiting_requests.remove(request)
         self._holders.pop(request.request_id, None)
         self.batch.add_prefill(request, tokens)
+        note_first(request.llm_request.stats, "request_ready_time", self.env.now)
         note_first(request.llm_request.stats, "gpu_start_time", self.env.now)
         self._log(
             "Added READY request %s: tokens=%d, blocks_needed=%d, free_blocks=%d/%d",
@@ -337,13 +338,13 @@ class LLMWorkerVLLMScheduler:
             return
         for request in requests:
             if not request.allocated_blocks:
-                request.matched_on_gpu(*self.pool.match(request.block_hashes))
+                request.matched_on_gpu(*self.pool.match(request.reusable_hashes))
 
     def take_cached_prefix(self, request: VLLMSchedulerRequest) -> None:
         """Shares the GPU blocks that hold the beginning of a request's prompt."""
         if request.allocated_blocks or not request.block_hashes:
             return
-        hits, _ = self.pool.match(request.block_hashes)
+        hits, _ = self.pool.match(request.reusable_hashes)
         self.pool.acquire(request.block_hashes[:hits])
         request.take_cached(request.block_hashes[:hits])
 
@@ -386,12 +387,12 @@ class LLMWorkerVLLMScheduler:
     def issue_kvc_fetch(self, request: VLLMSchedulerRequest) -> None:
         """Looks again, takes blocks for what is resident now, and starts to move exactly that."""
         hash_ids = request.llm_request.hash_ids
+        cached, in_use = self.pool.match(request.reusable_hashes)
         tokens = min(
             self._engine.lookup(hash_ids, request.prompt_tokens),
             request.prompt_tokens - 1,
-            self.pool.free * self.block_size,
+            (self.pool.free + in_use) * self.block_size,
         )
-        cached, _ = self.pool.match(request.block_hashes)
         if tokens <= cached * self.block_size:
             self.note_match(request, 0)
             return
@@ -401,7 +402,7 @@ class LLMWorkerVLLMScheduler:
         request.take_blocks(blocks)
         request.start_fetch(tokens)
         self._fetching += 1
-        self.kvc_fetch_blocks_in_flight += request.allocated_blocks
+        self.kvc_fetch_blocks_in_flight += blocks
         self._log(
             "Request %s: initiating async KVC retrieve for %d tokens, allocated %d blocks",
             request.request_id,
@@ -410,13 +411,16 @@ class LLMWorkerVLLMScheduler:
         )
         moved = range(cached * self.block_size, tokens)
         transfer = self._engine.retrieve(hash_ids, moved, request.prompt_tokens)
-        self.env.process(self._async_kvc_retrieve(request, transfer))
+        self.env.process(self._async_kvc_retrieve(request, blocks, transfer))
 
-    def _async_kvc_retrieve(self, request: VLLMSchedulerRequest, transfer: Process) -> Process:
-        """Waits for the transfer, then the request is READY."""
+    def _async_kvc_retrieve(
+        self, request: VLLMSchedulerRequest, blocks: int, transfer: Process
+    ) -> Process:
+        """Waits for the transfer to `blocks` blocks, then the request is READY."""
         yield from transfer
+        self._catch_up()
         self._fetching -= 1
-        self.kvc_fetch_blocks_in_flight -= request.allocated_blocks
+        self.kvc_fetch_blocks_in_flight -= blocks
         self._holders[request.request_id] = request
         request.fetched()
         self._publish_blocks(request, request.prefix_tokens)
@@ -504,8 +508,7 @@ class LLMWorkerVLLMScheduler:
     def _update_request_states_and_stats(self, span: Span) -> None:
         """Advances all requests of the batch by the span's steps; ended prefills start decoding."""
         first, steps = self.steps.count, span.steps
-        if steps > 1:
-            self._take_later_blocks(span)
+        self._take_later_blocks(span, steps)
         self.steps.extend(span.times[:steps])
         self.steps.scheduled = self.steps.count
         self.gpu_busy_time += self.env.now - span.start
@@ -519,16 +522,24 @@ class LLMWorkerVLLMScheduler:
             if request.prompt_processed == request.prompt_tokens:
                 self._end_prefill(request)
 
-    def _take_later_blocks(self, span: Span) -> None:
-        """Takes the blocks of a span's steps after the first, which nobody else could take."""
-        taken = self._later_blocks_by_step(span.plan, span.steps)
-        self.pool.charge(span.block_seconds(taken, self.env.now))
-        for request, tokens in span.plan.chunks:
-            held = request.prompt_processed + tokens * span.steps
-            self._take_blocks(request, self._blocks_lacking(request, held), held)
-        self.pool.allocate(int(taken.sum()))
+    def _catch_up(self) -> None:
+        """The pool is about to change in a span: its steps so far take their blocks before."""
+        if self._span is not None:
+            self._take_later_blocks(self._span, self._span.steps_begun(self.env.now))
 
-    def _later_blocks_by_step(self, plan: StepPlan, steps: int) -> NDArray[np.int64]:
+    def _take_later_blocks(self, span: Span, steps: int) -> None:
+        """Takes the blocks of a span's first `steps` steps, which nobody else could take."""
+        if steps == span.taken:
+            return
+        blocks = self._blocks_by_step(span.plan, steps)[span.taken - 1 :]
+        self.pool.charge(span.block_seconds(blocks, self.env.now))
+        span.taken = steps
+        for request, tokens in span.plan.chunks:
+            held = request.prompt_processed + tokens * steps
+            self._take_blocks(request, self._blocks_lacking(request, held), held)
+        self.pool.allocate(int(blocks.sum()))
+
+    def _blocks_by_step(self, plan: StepPlan, steps: int) -> NDArray[np.int64]:
         """Blocks that each of the steps 2 … `steps` of a span takes, shape (steps - 1,)."""
         taken = np.array(self.batch.later_decode_blocks_by_step(steps), np.int64)
         for request, tokens in plan.chunks:
@@ -581,6 +592,7 @@ class LLMWorkerVLLMScheduler:
 
     def _store_kvc(self, request: VLLMSchedulerRequest, transfer: Process) -> Process:
         yield from transfer
+        self._catch_up()
         self._retire(request)
         self._notify(always=True)
 
@@ -619,8 +631,8 @@ class LLMWorkerVLLMScheduler:
         span, held = self._span, self.pool.block_seconds()
         if span is None:
             return held
-        taken = self._later_blocks_by_step(span.plan, span.steps_begun(self.env.now))
-        return held + span.block_seconds(taken, self.env.now)
+        blocks = self._blocks_by_step(span.plan, span.steps_begun(self.env.now))
+        return held + span.block_seconds(blocks[span.taken - 1 :], self.env.now)
 
     @property
     def running_requests(self) -> list[VLLMSchedulerRequest]:
@@ -638,7 +650,8 @@ class LLMWorkerVLLMScheduler:
         span = self._span
         if span is None:
             return self.pool.free
-        return self.pool.free - self._later_blocks(span.plan, span.steps_begun(self.env.now))
+        begun = self._later_blocks(span.plan, span.steps_begun(self.env.now))
+        return self.pool.free - (begun - self._later_blocks(span.plan, span.taken))
 
     @property
     def gpu_busy_time_now(self) -> float:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from opal_gym.sim.workloads.replay import trace_workload
+from opal_gym.sim.workloads.sessions import session_workload
 from opal_gym.sim.workloads.synthetic import synthetic_workload
 from opal_gym.sim.workloads.workload import Workload
 
@@ -43,6 +44,8 @@ def make_workload(
         raise ValueError(f"rate_scale: got {rate_scale!r}; allowed: a finite number above 0")
     if config.kind == "synthetic":
         make = partial(synthetic_workload, config)
+    elif config.format == "sessions":
+        make = partial(session_workload, config)
     else:
         make = partial(trace_workload, config)
     workload = make(seed, hash_block_tokens=hash_block_tokens, rate_scale=rate_scale)

@@ -13,7 +13,8 @@ from opal_gym.sim.workloads.arrivals import arrival_times, draw_load
 from opal_gym.sim.workloads.predictions import predict
 from opal_gym.sim.workloads.slo import objectives
 from opal_gym.sim.workloads.streams import Stream, generator
-from opal_gym.sim.workloads.traces import Trace, TraceError, read_trace
+from opal_gym.sim.workloads.trace_files import TraceError
+from opal_gym.sim.workloads.traces import Trace, read_trace
 from opal_gym.sim.workloads.workload import Workload
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def trace_workload(
     rate_scale: float,
 ) -> Workload:
     """Replays a trace; see `make_workload`."""
+    assert config.format != "sessions"
     trace = read_trace(
         config.path,
         config.format,

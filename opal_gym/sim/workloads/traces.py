@@ -6,19 +6,30 @@ lengths; each may be gzipped. A mistake in a file is reported with its line, col
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from opal_gym.sim.workloads.trace_files import (
+    MAX_TIME,
+    MalformedRowError,
+    TraceError,
+    count,
+    file_version,
+    hash_list,
+    json_object,
+    missing,
+    read_lines,
+    value,
+    wrong,
+)
 
 TraceFormat = Literal["azure", "mooncake", "lengths"]
 
@@ -29,14 +40,8 @@ CSV_COLUMNS = {
 MOONCAKE_BIN_S = 3.0
 """The Mooncake traces record arrivals on a grid of this many seconds."""
 
-_MAX_TOKENS = 2**31 - 1
-_MAX_TIMESTAMP_MS = 2**53
 _EPOCH = datetime(1970, 1, 1)
 _UTC_TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d+))?(?:Z|\+00:00)?", re.ASCII)
-
-
-class TraceError(ValueError):
-    """An unusable trace; the message names file, line, column, value and what is allowed."""
 
 
 class Row(NamedTuple):
@@ -93,17 +98,8 @@ def read_trace(
         TraceError: The file cannot be read, or a row is malformed.
     """
     path = Path(path).absolute()
-    try:
-        status = path.stat()
-    except OSError as error:
-        _unreadable(path, error)
     return _read_version(
-        path,
-        trace_format,
-        hash_block_tokens,
-        spread_bins,
-        skip_malformed,
-        (status.st_mtime_ns, status.st_size),
+        path, trace_format, hash_block_tokens, spread_bins, skip_malformed, file_version(path)
     )
 
 
@@ -116,7 +112,7 @@ def _read_version(
     skip_malformed: bool,
     version: tuple[int, int],  # a part of the cache's key alone
 ) -> Trace:
-    lines = _read_lines(path)
+    lines = read_lines(path)
     if trace_format == "mooncake":
         parse: Callable[[str], Row] = partial(_mooncake_row, hash_block_tokens=hash_block_tokens)
     else:
@@ -148,60 +144,7 @@ def _spread(time_s: NDArray[np.float64]) -> NDArray[np.float64]:
     return time_s + rank * np.repeat(width / size, size)
 
 
-# --- files ---------------------------------------------------------------------------------------
-
-
-def _read_lines(path: Path) -> list[tuple[int, str]]:
-    """The lines that are not blank, numbered from 1."""
-    data = _read_bytes(path)
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        byte = data[error.start : error.start + 1]
-        raise TraceError(f"{path}:{line}: text: got {byte!r}; allowed: UTF-8") from None
-    lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), 1)]
-    lines = [(number, line) for number, line in lines if line.strip()]
-    if not lines:
-        raise TraceError(f"{path}: got an empty file; allowed: at least one request")
-    return lines
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        _unreadable(path, error)
-    if path.suffix != ".gz" and not data.startswith(b"\x1f\x8b"):
-        return data
-    try:
-        return gzip.decompress(data)
-    except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(
-            f"{path}: got a broken gzip file ({error}); allowed: a whole one"
-        ) from None
-
-
-def _unreadable(path: Path, error: OSError) -> NoReturn:
-    raise TraceError(
-        f"{path}: {error.strerror}; allowed: the path of a trace file (the configuration's "
-        "`workload.path`)"
-    ) from None
-
-
 # --- rows ----------------------------------------------------------------------------------------
-
-
-class _MalformedError(Exception):
-    """What is wrong with a row, without the file and the line."""
-
-
-def _wrong(column: str, value: object, allowed: str) -> _MalformedError:
-    return _MalformedError(f"{column}: got {value!r:.60}; allowed: {allowed}")
-
-
-def _missing(column: str, allowed: str) -> _MalformedError:
-    return _MalformedError(f"{column}: missing; allowed: {allowed}")
 
 
 def _parse_rows(
@@ -218,11 +161,11 @@ def _parse_rows(
             row = parse(line)
             if rows and row.time_ns < rows[-1].time_ns:
                 back = (rows[-1].time_ns - row.time_ns) / 1e9
-                raise _MalformedError(
+                raise MalformedRowError(
                     f"timestamp: got {back:g} s before the row above; allowed: times in order"
                 )
             rows.append(row)
-        except _MalformedError as error:
+        except MalformedRowError as error:
             if not skip_malformed:
                 raise TraceError(f"{path}:{number}: {error}") from None
             malformed += 1
@@ -237,7 +180,7 @@ def _csv_parser(
     names, columns = line.split(","), CSV_COLUMNS[trace_format]
     for column in columns:
         if column not in names:
-            error = _missing(column, f"a first line that names {', '.join(columns)}")
+            error = missing(column, f"a first line that names {', '.join(columns)}")
             raise TraceError(f"{path}:{number}: {error}")
     indices = [names.index(column) for column in columns]
     return partial(
@@ -248,9 +191,9 @@ def _csv_parser(
 def _fields(line: str, names: Sequence[str], indices: Sequence[int]) -> list[str]:
     fields = line.split(",")
     if len(fields) < len(names):
-        raise _missing(names[len(fields)], f"{len(names)} fields")
+        raise missing(names[len(fields)], f"{len(names)} fields")
     if len(fields) > len(names):
-        raise _wrong("row", line, f"{len(names)} fields")
+        raise wrong("row", line, f"{len(names)} fields")
     return [fields[index] for index in indices]
 
 
@@ -271,49 +214,30 @@ def _utc_ns(text: str) -> int:
             raise ValueError
         since_epoch = datetime.fromisoformat(f"{match[1]} {match[2]}") - _EPOCH
     except ValueError:
-        raise _wrong("TIMESTAMP", text, "a UTC time like 2023-11-16 18:15:46.6805900") from None
+        raise wrong("TIMESTAMP", text, "a UTC time like 2023-11-16 18:15:46.6805900") from None
     seconds = since_epoch.days * 86_400 + since_epoch.seconds
     return seconds * 10**9 + int(f"{match[3] or 0:0<9}"[:9])
 
 
 def _mooncake_row(line: str, hash_block_tokens: int) -> Row:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict):
-        raise _wrong("row", line, "a JSON object")
+    record = json_object(line)
     time_ms, prompt, output, hash_ids = (
-        _value(record, key) for key in ("timestamp", "input_length", "output_length", "hash_ids")
+        value(record, key) for key in ("timestamp", "input_length", "output_length", "hash_ids")
     )
-    if type(time_ms) not in (int, float) or not 0 <= time_ms < _MAX_TIMESTAMP_MS:
-        raise _wrong("timestamp", time_ms, "milliseconds, at least 0")
-    prompt, output = _count("input_length", prompt), _count("output_length", output)
-    if not isinstance(hash_ids, list) or any(type(hash_id) is not int for hash_id in hash_ids):
-        raise _wrong("hash_ids", hash_ids, "a list of integers")
+    if type(time_ms) not in (int, float) or not 0 <= time_ms < MAX_TIME:
+        raise wrong("timestamp", time_ms, "milliseconds, at least 0")
+    prompt, output = count("input_length", prompt), count("output_length", output)
+    hash_ids = hash_list(hash_ids)
     blocks = -(-prompt // hash_block_tokens)
     if len(hash_ids) != blocks:
         allowed = f"{blocks}, one for every {hash_block_tokens} tokens (kvc.hash_block_tokens)"
-        raise _wrong("number of hash_ids", len(hash_ids), allowed)
-    return Row(round(time_ms * 10**6), prompt, output, tuple(hash_ids))
-
-
-def _value(record: dict[str, Any], key: str) -> Any:
-    if key not in record:
-        raise _missing(key, "a value in every row")
-    return record[key]
-
-
-def _count(column: str, value: object) -> int:
-    """A token count."""
-    if type(value) is not int or not 1 <= value <= _MAX_TOKENS:
-        raise _wrong(column, value, f"an integer from 1 to {_MAX_TOKENS}")
-    return value
+        raise wrong("number of hash_ids", len(hash_ids), allowed)
+    return Row(round(time_ms * 10**6), prompt, output, hash_ids)
 
 
 def _counts(columns: Sequence[str], fields: Sequence[str]) -> tuple[int, int]:
     """Prompt and output tokens from two fields of a CSV row."""
-    prompt, output = map(_count, columns, map(_number, fields))
+    prompt, output = map(count, columns, map(_number, fields))
     return prompt, output
 
 
