@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import multiprocessing
 import signal
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +14,11 @@ from typing import get_args
 import gymnasium
 
 from agents.files import write_atomically
-from agents.policies import make_policy
-from opal_gym.config import Config, DecisionName
+from agents.policies import SINGLE_STAGE, make_policy, policy_names
+from opal_gym.config import Config, DecisionName, load_config
 from opal_gym.envs.opal_vllm import OpalVLLMEnv
 from opal_gym.sim.decision import STOP, Policy
 from opal_gym.sim.metrics import Metrics
-from opal_gym.sim.records import RequestRecords
 from opal_gym.sim.simulation import Simulation
 from opal_gym.sim.workloads import Workload, make_workload
 
@@ -75,11 +74,19 @@ def draw_workload(config: Config, seed: int) -> Workload:
 
 
 def run_job(job: Job) -> Run:
-    """Runs a job, and writes its records."""
+    """Runs a job, and writes its records and its time series."""
+    changes: dict[str, object] = {"simulation.record_time_series": job.records is not None}
+    policy = job.policy
+    if policy == SINGLE_STAGE:
+        changes["worker.kind"] = "single_stage"
+        policy = policy_names()[0]
     drive = run_through_env if job.through_env else run_in_process
-    simulation, metrics = drive(job.config, make_policy(job.policy), job.workload_seed)
+    config = load_config(job.config, changes)
+    simulation, metrics = drive(config, make_policy(policy), job.workload_seed)
     if job.records is not None:
-        write_records(job.records, simulation.records)
+        write_lines(job.records, simulation.records.export())
+        if simulation.time_series:
+            write_lines(time_series_path(job.records), simulation.time_series.export())
     return Run(job.policy, job.workload_seed, metrics, dict(simulation.ledger.rejections))
 
 
@@ -117,9 +124,14 @@ def run_through_env(
     return simulation, info["episode_metrics"]
 
 
-def write_records(path: Path, records: RequestRecords) -> None:
-    """Writes one JSON object a request; equal runs give equal bytes."""
-    text = "".join(f"{line}\n" for line in records.export())
+def time_series_path(records: Path) -> Path:
+    """Where the time series lies that belongs to a file of records."""
+    return records.parent.parent / "time-series" / records.name
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Writes compressed lines; equal lines give equal bytes."""
+    text = "".join(f"{line}\n" for line in lines)
     write_atomically(path, gzip.compress(text.encode(), compresslevel=6, mtime=0))
 
 

@@ -31,6 +31,10 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
 """What makes each policy; the reference baseline is the first."""
 
 
+SINGLE_STAGE = "single-stage"
+"""Not a policy of the vLLM worker but the worker without batching, to compare with."""
+
+
 def policy_names() -> list[str]:
     """Names that `make_policy` knows, the reference baseline first."""
     return list(POLICIES)

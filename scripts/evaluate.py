@@ -24,9 +24,10 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from agents import make_policy, policy_names
+from agents import policy_names
 from agents.evaluation import Job, Run, draw_workload, run_jobs
 from agents.files import check_writable, write_atomically
+from agents.policies import SINGLE_STAGE
 from agents.progress import progress_bar
 from agents.report import print_tables
 from agents.results import results, to_json
@@ -61,6 +62,7 @@ class Arguments:
         tyro.conf.arg(
             help="Policies; the others are compared with the first. One or more of "
             + ", ".join(policy_names())
+            + f"; or {SINGLE_STAGE}, the worker that serves one request at a time"
         ),
     ] = (policy_names()[0],)
     workloads: int | None = None
@@ -135,7 +137,7 @@ def main(arguments: Arguments) -> int:
 def prepare(arguments: Arguments) -> tuple[Config, dict[int, Workload], Path]:
     """The configuration, the workloads by seed, and a directory that can be written to."""
     check_numbers(arguments)
-    check_policies(arguments.policies)
+    check_policies(arguments.policies, arguments.through_env)
     config = load_source(
         Source(
             scenario=arguments.scenario,
@@ -171,14 +173,15 @@ def check_numbers(arguments: Arguments) -> None:
             raise InputError(f"--{flag}: got {value}; allowed: {allowed} {bound}")
 
 
-def check_policies(policies: Sequence[str]) -> None:
+def check_policies(policies: Sequence[str], through_env: bool) -> None:
     if not policies:
         raise InputError("--policies: got none; allowed: at least one")
+    if through_env and SINGLE_STAGE in policies:
+        raise InputError(f"--policies: got {SINGLE_STAGE!r}; allowed: without --through-env")
     for name in policies:
-        try:
-            make_policy(name)
-        except ValueError as error:
-            raise InputError(f"--policies: {error}") from None
+        if name not in (*policy_names(), SINGLE_STAGE):
+            allowed = ", ".join((*policy_names(), SINGLE_STAGE))
+            raise InputError(f"--policies: got {name!r}; allowed: one of {allowed}")
         if policies.count(name) > 1:
             raise InputError(f"--policies: got {name!r} twice; allowed: each once")
 

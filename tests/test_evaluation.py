@@ -423,6 +423,17 @@ class TestCommand:
             e2e = np.subtract(ends, [record["arrival_time"] for record in records])
             assert run["metrics"]["e2e_s"]["mean"] == pytest.approx(e2e.mean())
 
+    def test_writes_a_time_series_beside_the_records(self, main: Main, tmp_path: Path) -> None:
+        """Of the vLLM worker alone, in order of time, until the worker is empty."""
+        assert main(out=tmp_path, policies=("fifo-lwd", "single-stage"), **TINY)[0] == 0
+        names = [path.name for path in sorted((tmp_path / "time-series").iterdir())]
+        assert names and all(name.startswith("fifo-lwd-") for name in names)
+        lines = gzip.decompress((tmp_path / "time-series" / names[0]).read_bytes()).splitlines()
+        samples = [json.loads(line) for line in lines]
+        times = [sample["time"] for sample in samples]
+        assert times == sorted(times)
+        assert samples[-1]["running_requests"] == samples[-1]["waiting_requests"] == 0
+
     def test_writes_no_records_if_told_so(self, main: Main, tmp_path: Path) -> None:
         assert main(out=tmp_path, no_records=True, **TINY)[0] == 0
         assert [path.name for path in tmp_path.iterdir()] == ["results.json"]

@@ -29,6 +29,10 @@ class TimeSeries:
         self._table = np.empty(1024, SAMPLE)
         self._count = 0
 
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self._count
+
     @property
     def table(self) -> NDArray[np.void]:
         """The samples, shape (n,), dtype `SAMPLE`."""
