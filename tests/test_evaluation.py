@@ -425,7 +425,7 @@ class TestCommand:
 
     def test_writes_a_time_series_beside_the_records(self, main: Main, tmp_path: Path) -> None:
         """Of the vLLM worker alone, in order of time, until the worker is empty."""
-        assert main(out=tmp_path, policies=("fifo-lwd", "single-stage"), **TINY)[0] == 0
+        assert main(**{**TINY, "out": tmp_path, "policies": ("fifo-lwd", "single-stage")})[0] == 0
         names = [path.name for path in sorted((tmp_path / "time-series").iterdir())]
         assert names and all(name.startswith("fifo-lwd-") for name in names)
         lines = gzip.decompress((tmp_path / "time-series" / names[0]).read_bytes()).splitlines()

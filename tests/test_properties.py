@@ -129,9 +129,7 @@ class Watch(Policy):
         events: SimPy events so far.
         stale_events: Boundary events that found nothing to do.
         spans: Spans so far, and `cut_spans` of these were cut.
-        computed_tokens: Prefill and decode tokens of all spans' first steps.
-        ended_prefills: Prefills that reached their end.
-        cached_tokens: Prompt tokens of completed requests that came from the KV cache.
+        made: How often each KV token, (request id, position), was made; step by step alone.
     """
 
     def __init__(
@@ -148,7 +146,7 @@ class Watch(Policy):
         self.forced = 0
         self.events = self.stale_events = 0
         self.spans = self.cut_spans = 0
-        self.computed_tokens = self.ended_prefills = self.cached_tokens = 0
+        self.made: Counter[tuple[int, int]] = Counter()
         self._chosen: int | None = None
         self._boundaries = self._steps = 0
         self._evicted_in = self._rebuilt_after = 0
@@ -266,7 +264,6 @@ class Watch(Policy):
     def _on_completion(self, request: LLMRequest, worker_id: int) -> None:
         self.completed[request.request_id] += 1
         self._rebuilt_after = self._worker.rebuild_id
-        self.cached_tokens += self._worker.completed_requests[request.request_id].prefix_tokens
 
     def _on_eviction(self, request: LLMRequest) -> None:
         """Below the cap whoever the policy chose; above it the latest arrival, if all are there."""
@@ -300,12 +297,9 @@ class Watch(Policy):
                 assert members == self._survivors, "somebody was admitted in a rebuild that evicted"
                 self._rebuilt_after = worker.rebuild_id
             check_coming_step(worker)
-            self.computed_tokens += worker.batch.total_tokens
-            self.ended_prefills += sum(
-                request.prompt_processed + worker.batch.request_tokens.get(request.request_id, 0)
-                == request.prompt_tokens
-                for request in worker.batch.prefill_requests.values()
-            )
+            for request in worker.batch:
+                begin, tokens = request.tokens_held, tokens_made(worker, request)
+                self.made.update((request.request_id, begin + i) for i in range(tokens))
             self._boundaries = 0
         elif worker.steps.count > self._steps:
             # A span has one boundary event; being cut gives it one more, once.
@@ -590,18 +584,22 @@ def test_the_random_cases_reach_every_corner() -> None:
 
 @pytest.mark.parametrize("tier", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_computed_token_is_wanted_or_was_lost_to_an_eviction(policy: str, tier: bool) -> None:
-    """Step by step: computed are Σ (prompt - cached + output) + recomputed tokens.
+def test_recomputed_tokens_are_those_made_again(policy: str, tier: bool) -> None:
+    """Step by step: every token that no cache brought is made, and each time but the first counts.
 
-    A first token that a prefill's last step makes takes none of the step's tokens.
+    What a cache brought counts as a hit of the run that made the output.
     """
-    for seed in range(30):
+    for seed in range(40):
         case = seeded_case(seed, tier=tier)
         simulation, watch = run(case, POLICIES[policy](), simulation__step_by_step=True)
-        table = simulation.records.table
-        free = watch.ended_prefills * simulation.worker.params.first_token_at_prefill_end
-        wanted = int((table["prompt_tokens"] + table["output_tokens"]).sum()) - watch.cached_tokens
-        assert watch.computed_tokens + free == wanted + table["recomputed_tokens"].sum()
+        for record in simulation.records.table:
+            request_id, label = int(record["request_id"]), f"seeded_case({seed}, tier={tier})"
+            length = int(record["prompt_tokens"] + record["output_tokens"])
+            times = [watch.made[request_id, position] for position in range(length)]
+            again = sum(max(0, made - 1) for made in times)
+            assert record["recomputed_tokens"] == again, label
+            assert all(times[record["prefix_hit_tokens"] :]), label
+            assert record["prefix_hit_tokens"] >= times.count(0), label
 
 
 @pytest.mark.parametrize("policy", POLICIES)
