@@ -84,6 +84,14 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         },
     },
     "busy-without-tier": {"scenario": BUSY, "overrides": {"kvc.tiers": []}},
+    "busy-workers": {
+        "scenario": BUSY,
+        "overrides": {
+            "simulation.num_workers": 2,
+            "router.policy": "MaxPrefix",
+            "worker.vllm_params.num_gpu_blocks_override": 60,
+        },
+    },
     "opal-docs": {"scenario": "opal-docs", "num_requests": 24},
     "slot8-chat": {"scenario": "slot8-chat", "num_requests": 30},
     "mem-chat-burst": {

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 from hypothesis import strategies as st
 
 from opal_gym.config import Config
@@ -75,7 +74,7 @@ class Case:
         overrides: Of `tests.tiny.TINY`, by dotted key.
         requests: (arrival in s, prompt tokens, output tokens) of each request.
         predicted: Predicted output tokens of each request.
-        hash_ids: Chained hashes of each request's prompt; empty without a KV-cache tier.
+        hash_ids: Chained hashes of each request's prompt; empty without any cache.
         tenant: Rows of `TENANTS`.
     """
 
@@ -105,12 +104,19 @@ class Case:
         return "kvc.tiers" in self.overrides
 
 
-def draw_case(source: Source, *, tier: bool | None = None, max_requests: int = 10) -> Case:
+def draw_case(
+    source: Source,
+    *,
+    tier: bool | None = None,
+    sharing: bool = False,
+    max_requests: int = 10,
+) -> Case:
     """One random case.
 
     Args:
         source: Where its numbers come from.
-        tier: Whether it has a KV-cache tier; None: drawn.
+        tier: Whether it has a KV-cache tier, or two; None: drawn.
+        sharing: Whether prompts share GPU blocks (`enable_prefix_caching`).
         max_requests: Most requests.
     """
     integer, pick = source.integer, source.pick
@@ -138,11 +144,17 @@ def draw_case(source: Source, *, tier: bool | None = None, max_requests: int = 1
         "worker.inference_params": _draw_timing(source),
     }
     if pick((True, False)) if tier is None else tier:
-        overrides.update(_draw_tier(source))
+        overrides.update(_draw_tiers(source))
+    if sharing:
+        overrides[prefix + "enable_prefix_caching"] = True
+        overrides["kvc.hash_block_tokens"] = block_size * pick((1, 1, 2))
+        overrides["kvc.chunk_size"] = None
     requests, predicted, hash_ids, tenant = [], [], [], []
     time = 0.0
     hash_tokens = overrides.get("kvc.hash_block_tokens", 0)
-    for number in range(integer((hash_tokens and max_requests // 2) or 1, max_requests)):
+    # Nobody hits what nobody has left there.
+    fewest = max_requests // 2 if hash_tokens else 1
+    for number in range(integer(fewest, max_requests)):
         time += pick((0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 2.0, 4.0, 40.0))
         longest = pick((4, 8, pool_tokens // 2, pool_tokens // 2, pool_tokens))
         prompt = min(longest, hash_tokens + 1) if hash_tokens and pick((True, False)) else 0
@@ -156,15 +168,17 @@ def draw_case(source: Source, *, tier: bool | None = None, max_requests: int = 1
     return Case(overrides, requests, predicted, hash_ids if hash_tokens else [], tenant)
 
 
-def seeded_case(seed: int, *, tier: bool | None = None, max_requests: int = 10) -> Case:
+def seeded_case(
+    seed: int, *, tier: bool | None = None, sharing: bool = False, max_requests: int = 10
+) -> Case:
     """The case of a seed."""
-    return draw_case(SeededSource(seed), tier=tier, max_requests=max_requests)
+    return draw_case(SeededSource(seed), tier=tier, sharing=sharing, max_requests=max_requests)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """A case whose failures shrink."""
-    return draw_case(DrawnSource(draw), max_requests=6)
+    return draw_case(DrawnSource(draw), sharing=draw(st.booleans()), max_requests=6)
 
 
 def _draw_timing(source: Source) -> dict[str, Any]:
@@ -172,22 +186,27 @@ def _draw_timing(source: Source) -> dict[str, Any]:
     return {"model": model, **(source.pick(SYNTHETIC_TIMES) if model == "synthetic" else {})}
 
 
-def _draw_tier(source: Source) -> dict[str, Any]:
-    """A tier of a few hash blocks, with transfers from instantaneous to longer than a request."""
+def _draw_tiers(source: Source) -> dict[str, Any]:
+    """One or two tiers of a few hash blocks, with transfers from instantaneous to very slow."""
     hash_tokens = source.pick((1, 2, 2, 4))
-    capacity = source.pick((2, 4, 8, 16, 64))
     block_bytes = hash_tokens * KV_BYTES_PER_TOKEN
-    block_s = source.pick((1e-9, 1e-9, 0.25, 1.0, 3.0))
+
+    def draw_tier(name: str) -> dict[str, Any]:
+        return {
+            "name": name,
+            # Half a block more, so that rounding cannot take one away.
+            "capacity_GB": (source.pick((2, 4, 8, 16, 64)) + 0.5) * block_bytes / 1e9,
+            "bandwidth_GBps": block_bytes / source.pick((1e-9, 1e-9, 0.25, 1.0, 3.0)) / 1e9,
+            "latency_nsec": source.pick((0.0, 0.0, 0.5e9, 1e9, 4e9)),
+            "concurrency": source.pick((1, 1, 2)),
+        }
+
+    names = ("CPUMemory", "LocalNVMe")[: source.pick((1, 1, 2))]
     return {
         "kvc.hash_block_tokens": hash_tokens,
-        "kvc.tiers": [
-            {
-                # Half a block more, so that rounding cannot take one away.
-                "capacity_GB": (capacity + 0.5) * block_bytes / 1e9,
-                "bandwidth_GBps": block_bytes / block_s / 1e9,
-                "latency_nsec": source.pick((0.0, 0.0, 0.5e9, 1e9, 4e9)),
-            }
-        ],
+        "kvc.chunk_size": source.pick((None, None, 2 * hash_tokens)),
+        "kvc.save_unfull_chunk": source.pick((False, False, True)),
+        "kvc.tiers": [draw_tier(name) for name in names],
         "worker.vllm_params.max_kvc_ready_requests": source.integer(1, 4),
     }
 
@@ -201,11 +220,3 @@ def _draw_hash_ids(source: Source, number: int, prompt: int, hash_tokens: int) -
     return tuple(
         (document if depth < shared else 2 + number) * 1000 + depth for depth in range(length)
     )
-
-
-def workload_of(rng: np.random.Generator, requests: int) -> Workload:
-    """A longer workload of the default tiny worker."""
-    arrival = np.cumsum(rng.exponential(2.0, requests))
-    prompt, output = rng.integers(1, 40, requests), rng.integers(1, 60, requests)
-    rows = zip(arrival.tolist(), prompt.tolist(), output.tolist(), strict=True)
-    return tiny_workload(list(rows))

@@ -12,8 +12,9 @@ import pytest
 from gymnasium import spaces
 
 from opal_gym.envs import OpalVLLMEnv
-from opal_gym.sim.candidates import FEATURES, INDEX, Feature
+from opal_gym.sim.candidates import FEATURES, INDEX
 from opal_gym.sim.decision import DecisionKind
+from opal_gym.sim.features import Feature
 from opal_gym.sim.gauges import GAUGES
 from opal_gym.sim.request import Tenant
 from tests.episodes import SCENARIOS, assert_same, baseline, make_env, play, random_legal
@@ -108,7 +109,7 @@ def test_observations_are_the_scaled_tables_with_zeros_below(name: str) -> None:
     while not over:
         decision = env.decision
         assert decision is not None
-        assert set(observation) == KEYS
+        assert set(observation) == set(boxes_of(env))
         for key, array in observation.items():
             assert array.dtype == np.float32
             assert array.shape == boxes_of(env)[key].shape

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from opal_gym.envs import OpalVLLMEnv
-from opal_gym.sim.candidates import FEATURES, Feature
+from opal_gym.sim.candidates import FEATURES
+from opal_gym.sim.features import Feature
 from opal_gym.sim.gauges import GAUGES
 
 

@@ -48,6 +48,7 @@ class Ledger:
         arrived_weight: Their weight.
         completed_requests: Requests that made all their tokens.
         rejections: Rejected requests by reason.
+        ended_requests: Requests that completed or were rejected.
         last_completion: When the last request completed, s.
     """
 
@@ -73,6 +74,7 @@ class Ledger:
         self.arrived_weight = 0.0
         self.completed_requests = 0
         self.rejections: Counter[str] = Counter()
+        self.ended_requests = 0
         self.last_completion = 0.0
 
     def arrived(self, request: LLMRequest) -> None:
@@ -88,6 +90,7 @@ class Ledger:
     def rejected(self, request: LLMRequest, reason: str) -> None:
         """A request reached a worker and can never run."""
         self.rejections[reason] += 1
+        self.ended_requests += 1
         self._records.reject(request, reason)
         self._ended(request)
 
@@ -105,6 +108,7 @@ class Ledger:
         self.in_system.add(-1, now)
         self.slowdown.add(-request.tenant.weight / unloaded, now)
         self.completed_requests += 1
+        self.ended_requests += 1
         self.completed_tokens += request.output_tokens
         self.last_completion = now
         if self._records.complete(request, unloaded, worker_id):

@@ -67,6 +67,7 @@ class Simulation:
     ) -> None:
         self.config = config
         self.workload = workload
+        self._num_requests = len(workload)
         self.env = SimEnvironment()
         self.pending: Decision | None = None
         self.decisions = 0
@@ -147,8 +148,7 @@ class Simulation:
     @property
     def done(self) -> bool:
         """Whether every request has completed or been rejected."""
-        finished = self.ledger.completed_requests + self.ledger.rejections.total()
-        return finished == len(self.workload)
+        return self.ledger.ended_requests == self._num_requests
 
     def advance(self) -> Decision | None:
         """Runs to the next decision for the driver; None when all is done or at the horizon."""
