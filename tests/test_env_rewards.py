@@ -104,7 +104,7 @@ def chooser(driver: str) -> Chooser:
     return {"baseline": baseline, "random": random_legal(1), "any": random_any(2)}[driver]
 
 
-@pytest.mark.parametrize(("driver", "seed"), [("baseline", 0), ("random", 1), ("any", 2)])
+@pytest.mark.parametrize(("driver", "seed"), [("baseline", 1), ("random", 0), ("any", 2)])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_terms_sum_is_what_its_name_says(name: str, driver: str, seed: int) -> None:
     env = make_env(name)
@@ -169,13 +169,13 @@ def test_strict_goodput_counts_a_long_gap_as_missed() -> None:
 
 @pytest.mark.parametrize("term", TERMS)
 def test_a_term_by_name_is_the_reward(term: str) -> None:
-    episode = play(make_env("busy", reward=term), seed=0)
+    episode = play(make_env("busy", reward=term), seed=1)
     assert [seen.reward for seen in episode] == [seen.info["rewards"][term] for seen in episode]
     assert any(seen.reward for seen in episode)
 
 
 def test_latency_is_the_default() -> None:
-    episode = play(make_env("busy"), seed=0)
+    episode = play(make_env("busy"), seed=1)
     assert [seen.reward for seen in episode[1:]] == [
         seen.info["rewards"]["latency"] for seen in episode[1:]
     ]
@@ -188,7 +188,7 @@ def test_weights_add_terms_up(how: str) -> None:
         env = make_env("busy", reward=weights)
     else:
         env = make_env("busy", overrides={"env.reward": weights})
-    for seen in play(env, seed=0):
+    for seen in play(env, seed=1):
         terms = seen.info["rewards"]
         expected = 2 * terms["goodput"] + 0.5 * terms["preemption"] - terms["ttft"]
         assert seen.reward == pytest.approx(expected, rel=1e-12)
@@ -201,15 +201,15 @@ def test_a_function_sees_each_steps_terms() -> None:
         given.append(dict(terms))
         return float(len(given))
 
-    episode = play(make_env("busy", reward=reward), seed=0)
+    episode = play(make_env("busy", reward=reward), seed=1)
     assert [seen.reward for seen in episode[1:]] == [float(k) for k in range(1, len(episode))]
     assert given == [seen.info["rewards"] for seen in episode[1:]]
     assert all(type(seen.reward) is float for seen in episode)
 
 
 def test_the_choice_of_reward_does_not_change_the_episode() -> None:
-    one = play(make_env("busy"), seed=0)
-    other = play(make_env("busy", reward="goodput"), seed=0)
+    one = play(make_env("busy"), seed=1)
+    other = play(make_env("busy", reward="goodput"), seed=1)
     assert [seen.info["time"] for seen in one] == [seen.info["time"] for seen in other]
     assert [seen.info["rewards"] for seen in one] == [seen.info["rewards"] for seen in other]
 
