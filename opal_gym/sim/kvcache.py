@@ -78,7 +78,8 @@ class OpalKVCacheEngine:
 
     def lookup(self, hash_ids: Sequence[int], prompt_tokens: int) -> int:
         """Tokens of the longest resident prefix; a hint that pins nothing."""
-        return sum(chunk.tokens for _, chunk in self._match(hash_ids, prompt_tokens))
+        chunks = prompt_chunks(self._config, hash_ids, prompt_tokens)
+        return sum(chunk.tokens for _, chunk in self._match(chunks))
 
     def retrieve(self, hash_ids: Sequence[int], tokens: range, prompt_tokens: int) -> Process:
         """Moves the resident chunks that hold tokens `tokens` of a prompt to the GPU.
@@ -86,14 +87,15 @@ class OpalKVCacheEngine:
         They are pinned when this is called, until the transfer ends. Chunks of different tiers
         move side by side.
         """
+        chunks = prompt_chunks(self._config, hash_ids, prompt_tokens)
         parts: dict[Tier, list[KVChunk]] = {}
         begin = 0
-        for tier, chunk in self._match(hash_ids, prompt_tokens):
+        for tier, chunk in self._match(chunks):
             if begin < tokens.stop and tokens.start < begin + chunk.tokens:
                 parts.setdefault(tier, []).append(chunk)
             begin += chunk.tokens
-        for tier, chunks in parts.items():
-            tier.pin(chunks)
+        for tier, moved in parts.items():
+            tier.pin(moved)
         return self._move(parts)
 
     def _move(self, parts: dict[Tier, list[KVChunk]]) -> Process:
@@ -110,7 +112,7 @@ class OpalKVCacheEngine:
             return None
         chunks = list(prompt_chunks(self._config, hash_ids, prompt_tokens))
         self._touch(chunks)
-        resident = self._match(hash_ids, prompt_tokens)
+        resident = self._match(chunks)
         missing = [
             chunk
             for chunk in chunks
@@ -173,10 +175,10 @@ class OpalKVCacheEngine:
         else:
             self._on_event(KVEvent(False, chunk.chunk_id))
 
-    def _match(self, hash_ids: Sequence[int], prompt_tokens: int) -> list[tuple[Tier, KVChunk]]:
+    def _match(self, chunks: Iterable[KVChunk]) -> list[tuple[Tier, KVChunk]]:
         """The chunks of the longest resident prefix, with their tiers."""
         match = []
-        for chunk in prompt_chunks(self._config, hash_ids, prompt_tokens) if self.tiers else ():
+        for chunk in chunks:
             tier = self._tier_of(chunk)
             if tier is None:
                 break
@@ -184,7 +186,10 @@ class OpalKVCacheEngine:
         return match
 
     def _tier_of(self, chunk: KVChunk) -> Tier | None:
-        return next((tier for tier in self.tiers if chunk.chunk_id in tier.resident), None)
+        for tier in self.tiers:
+            if chunk.chunk_id in tier.resident:
+                return tier
+        return None
 
 
 def prompt_chunks(
@@ -215,7 +220,7 @@ class Tier:
 
     def __init__(self, env: SimEnvironment, config: TierConfig, token_bytes: int) -> None:
         self.name = config.name
-        self.capacity = int(config.capacity_GB * 1e9 // token_bytes)
+        self.capacity = round(config.capacity_GB * 1e9) // token_bytes
         self.resident: OrderedDict[int, int] = OrderedDict()
         self.reserved = 0
         self.token_bytes = token_bytes

@@ -126,6 +126,7 @@ class Simulation:
             reporter,
             self.time_series,
             worker_id,
+            closed_loop=len(self.workload.next_rows) > 0,
         )
 
     @property

@@ -68,6 +68,8 @@ class LLMWorkerVLLMScheduler:
         reporter: Reporter,
         time_series: TimeSeries | None = None,
         worker_id: int = 0,
+        *,
+        closed_loop: bool = False,
     ) -> None:
         self.env = env
         self.worker_id = worker_id
@@ -102,6 +104,7 @@ class LLMWorkerVLLMScheduler:
         self._router = router
         self._reporter = reporter
         self._time_series = time_series
+        self._closed_loop = closed_loop
         self._worker_local_queue: deque[LLMRequest] = deque()
         self._check_new_requests_idle = False
         self._scheduler_busy = True
@@ -222,7 +225,11 @@ class LLMWorkerVLLMScheduler:
         self._span = self._start_span(plan)
         span = yield from self._finish_span()
         self._update_request_states_and_stats(span)
-        self._handle_completed_requests(self._move_completed_requests())
+        completed = self._move_completed_requests()
+        self._handle_completed_requests(completed)
+        if completed and self._closed_loop:
+            # A session's next turn may arrive at this very instant; the rebuild sees it.
+            yield self.env.at(self.env.now, BOUNDARY)
         self.check_invariants()
         return True
 
