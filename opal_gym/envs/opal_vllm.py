@@ -119,7 +119,7 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
 
     `reset(seed, options)` takes the options `workload_seed` (the workload alone; the same seed
     gives the same requests to every policy), `rate_scale` (arrivals are this much faster) and
-    `workload` (a `Workload` to use as it is).
+    `workload` (a `Workload` to use as it is; the seed then only moves random routing).
 
     ## Version History
     - v0: initial version.
@@ -368,3 +368,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
         kind, is_allowed, allowed = OPTIONS[name]
         if not isinstance(value, kind) or not is_allowed(value):
             raise ValueError(f"options[{name!r}]: got {value!r}; allowed: {allowed}")
+    if "workload" in options and "rate_scale" in options:
+        raise ValueError(
+            f"options['rate_scale']: got {options['rate_scale']!r}; allowed: without 'workload', "
+            "whose arrival times are used as they are"
+        )
