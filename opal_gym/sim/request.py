@@ -197,8 +197,8 @@ class VLLMSchedulerRequest(SchedulerRequest):
     __slots__ = (
         "_block_size",
         "_blocks",
+        "_computed",
         "_generated",
-        "_lost",
         "_seen_blocks",
         "_steps",
         "_table",
@@ -242,7 +242,7 @@ class VLLMSchedulerRequest(SchedulerRequest):
         self._generated = 0
         self._blocks = 0
         self._seen_blocks = 0
-        self._lost = range(0)
+        self._computed: list[range] = []
 
     @property
     def decode_tokens_generated(self) -> int:
@@ -346,17 +346,13 @@ class VLLMSchedulerRequest(SchedulerRequest):
         return min(self.prompt_tokens - self.prompt_processed, tokens_left)
 
     def start_prefill(self, admission: int) -> None:
-        """READY → PREFILL_CHUNKED. Lost tokens that came from a cache are not recomputed.
+        """READY → PREFILL_CHUNKED.
 
         Args:
             admission: Number of its admission to the batch.
         """
         self.admission = admission
-        saved = len(range(self._lost.start, min(self._lost.stop, self.prefix_tokens)))
-        stats = self.llm_request.stats
-        stats.recomputed_tokens -= saved
-        stats.prefix_hit_tokens = self.prefix_tokens
-        self._lost = range(0)
+        self.llm_request.stats.prefix_hit_tokens = self.prefix_tokens
         self.phase = RequestPhase.PREFILL_CHUNKED
 
     def prefill(self, tokens: int, first_step: int, steps: int) -> None:
@@ -384,6 +380,7 @@ class VLLMSchedulerRequest(SchedulerRequest):
 
     def complete(self) -> None:
         """→ COMPLETED; its blocks are still held."""
+        self._note_computed()
         self.phase = RequestPhase.COMPLETED
 
     def first_token(self, time: float) -> None:
@@ -394,12 +391,23 @@ class VLLMSchedulerRequest(SchedulerRequest):
     def preempted(self) -> None:
         """→ WAITING after an eviction (seed, "Phase 3")."""
         stats = self.llm_request.stats
-        self._lost = range(self.prefix_tokens, self.prompt_processed + self._generated)
-        stats.recomputed_tokens += len(self._lost)
+        self._note_computed()
         stats.preemptions += 1
         self.preemption_count += 1
         self._set(PREEMPTIONS, self.preemption_count)
         self.reset_progress()
+
+    def _note_computed(self) -> None:
+        """Counts what was computed since the last (re)start and had been computed before."""
+        computed = range(self.prefix_tokens, self.prompt_processed + self._generated)
+        before, self._computed = self._computed, [computed]
+        for old in before:
+            both = range(max(old.start, computed.start), min(old.stop, computed.stop))
+            self.llm_request.stats.recomputed_tokens += len(both)
+            # What is left of the old range, so that the ranges stay apart.
+            self._computed += [range(old.start, min(old.stop, computed.start))]
+            self._computed += [range(max(old.start, computed.stop), old.stop)]
+        self._computed = [part for part in self._computed if part]
 
     def reset_progress(self) -> None:
         """→ WAITING with nothing in KV; the lookup will be done again."""
