@@ -442,7 +442,7 @@ def test_a_turn_arrives_when_the_one_before_has_ended_plus_its_think_time(stepwi
     0 – 2      A0 (4, 2)
     1 – 4      B0 (4, 3)
     3.5 – 6    A1 (4, 2): ends at 2, thinks 1.5; arrives in B's last step, begins at 4
-    5 – 6      B1 (8, 1): B0 ends at 4, it thinks 0; it arrives when the rebuild at 4 has begun
+    4 – 5      B1 (8, 1): B0 ends at 4, it thinks 0; the rebuild at 4 sees it
     16 – 17    A2 (4, 1): thinks 10
     """
     workload = sessions_of(
@@ -461,10 +461,10 @@ def test_a_turn_arrives_when_the_one_before_has_ended_plus_its_think_time(stepwi
         3: 16,
     }
     times = {i: record["token_times"] for i, record in records.items()}
-    assert times == {0: [1, 2], 1: [2, 3, 4], 2: [5, 6], 4: [6], 3: [17]}
+    assert times == {0: [1, 2], 1: [2, 3, 4], 2: [5, 6], 4: [5], 3: [17]}
     assert simulation.done
-    # 2 + 3 + 2.5 + 2 + 1 s for five requests, in the 17 s since the first arrival.
-    assert metrics["e2e_s"]["mean"] == pytest.approx(10.5 / 5)
+    # 2 + 3 + 2.5 + 1 + 1 s for five requests, in the 17 s since the first arrival.
+    assert metrics["e2e_s"]["mean"] == pytest.approx(9.5 / 5)
     assert metrics["requests"] == metrics["completed"] == 5
     assert metrics["duration_s"] == 17
 
