@@ -711,6 +711,10 @@ def _read(source: str | Path | Mapping[str, Any] | Config) -> tuple[str, dict[st
         return source.name, source.model_dump()
     if isinstance(source, Mapping):
         return "configuration", copy.deepcopy(dict(source))
+    if not isinstance(source, str | Path):
+        raise ConfigError(
+            f"scenario: got {source!r}; allowed: a name, the path of a JSON file, a mapping, a Config"
+        )
     path = Path(source)
     if isinstance(source, str) and source in scenario_names():
         path = SCENARIOS / f"{source}.json"
