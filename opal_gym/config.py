@@ -713,7 +713,7 @@ def _read(source: str | Path | Mapping[str, Any] | Config) -> tuple[str, dict[st
         return "configuration", copy.deepcopy(dict(source))
     if not isinstance(source, str | Path):
         raise ConfigError(
-            f"scenario: got {source!r}; allowed: a name, the path of a JSON file, a mapping, a Config"
+            f"scenario: got {source!r}; allowed: a name, a JSON file's path, a mapping or a Config"
         )
     path = Path(source)
     if isinstance(source, str) and source in scenario_names():
