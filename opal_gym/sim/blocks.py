@@ -80,9 +80,13 @@ class BlockPool:
             self._holders[block_hash] += 1
 
     def publish(self, block_hash: int) -> bool:
-        """Publishes the content of a held block; False if another block has the same content."""
-        if block_hash in self._holders or block_hash in self._idle:
+        """Publishes the content of a held block; False if another one in use has the same content.
+
+        An idle block of the same content is empty from then on.
+        """
+        if block_hash in self._holders:
             return False
+        self._idle.pop(block_hash, None)
         self._holders[block_hash] = 1
         return True
 

@@ -540,11 +540,16 @@ class LLMWorkerVLLMScheduler:
             return
         blocks = self._blocks_by_step(span.plan, steps)[span.taken - 1 :]
         self.pool.charge(span.block_seconds(blocks, self.env.now))
-        span.taken = steps
-        for request, tokens in span.plan.chunks:
-            held = request.prompt_processed + tokens * steps
+        first, span.taken = span.taken + 1, steps
+        if not span.plan.chunks:
+            self.pool.allocate(int(blocks.sum()))
+            return
+        # What a step publishes can be reused by the next one.
+        ((request, tokens),) = span.plan.chunks
+        for step, taken in enumerate(blocks.tolist(), first):
+            self.pool.allocate(taken)
+            held = request.prompt_processed + tokens * step
             self._take_blocks(request, self._blocks_lacking(request, held), held)
-        self.pool.allocate(int(blocks.sum()))
 
     def _blocks_by_step(self, plan: StepPlan, steps: int) -> NDArray[np.int64]:
         """Blocks that each of the steps 2 … `steps` of a span takes, shape (steps - 1,)."""
