@@ -37,7 +37,7 @@ class Bench:
     def decode(self, prompt: int, output: int, generated: int = 0) -> VLLMSchedulerRequest:
         """A request whose prefill has just ended."""
         request = self.request(prompt, output)
-        self.batch.add_prefill(request, prompt)
+        self.batch.add_prefill(request)
         self.end_prefill(request, generated)
         return request
 
@@ -71,7 +71,8 @@ def test_tokens_of_the_coming_step_by_hand() -> None:
     bench = Bench()
     first, second = bench.decode(4, 9), bench.decode(6, 9)
     prefill = bench.request(20, 3)
-    bench.batch.add_prefill(prefill, 5)
+    bench.batch.add_prefill(prefill)
+    bench.batch.schedule_prefill([(prefill, 5)])
     assert prefill.phase is RequestPhase.PREFILL_CHUNKED
     assert bench.batch.request_tokens == {0: 1, 1: 1, 2: 5}
     assert (bench.batch.decode_tokens, bench.batch.prefill_tokens) == (2, 5)
@@ -83,8 +84,8 @@ def test_tokens_of_the_coming_step_by_hand() -> None:
 def test_a_prefill_without_tokens_stays_in_the_batch() -> None:
     bench = Bench()
     first, second = bench.request(20, 3), bench.request(20, 3)
-    bench.batch.add_prefill(first, 5)
-    bench.batch.add_prefill(second, 3)
+    bench.batch.add_prefill(first)
+    bench.batch.add_prefill(second)
     bench.batch.schedule_prefill([(first, 8)])
     assert bench.batch.request_tokens == {0: 8}
     assert bench.batch.prefill_tokens == 8
@@ -95,7 +96,8 @@ def test_an_eviction_leaves_no_tokens_behind() -> None:
     """The seed's Known Issue 4."""
     bench = Bench()
     prefill, decode = bench.request(20, 3), bench.decode(4, 9)
-    bench.batch.add_prefill(prefill, 5)
+    bench.batch.add_prefill(prefill)
+    bench.batch.schedule_prefill([(prefill, 5)])
     for request in (prefill, decode):
         bench.batch.remove(request)
     bench.batch.schedule_prefill([])
@@ -177,7 +179,7 @@ def test_an_evicted_decode_no_longer_completes() -> None:
     bench.batch.remove(evicted)
     evicted.preempted()
     assert bench.batch.steps_to_completion() == 7
-    bench.batch.add_prefill(evicted, 4)
+    bench.batch.add_prefill(evicted)
     bench.step()
     bench.end_prefill(evicted)
     assert bench.batch.steps_to_completion() == 3
@@ -199,7 +201,7 @@ def test_the_sums_are_those_of_the_requests(seed: int) -> None:
         action = rng.random()
         if action < 0.25:
             request = bench.request(rng.randint(1, 30), rng.randint(2, 40))
-            bench.batch.add_prefill(request, request.prompt_tokens)
+            bench.batch.add_prefill(request)
             prefills.append(request)
         elif action < 0.45 and prefills:
             request = prefills.pop(rng.randrange(len(prefills)))

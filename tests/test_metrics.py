@@ -26,6 +26,7 @@ class Bench:
 
     def __init__(self, *tenants: Tenant) -> None:
         self.records = RequestRecords(tenants or (CHAT, BULK))
+        self.steps = StepLog()
         self._made = 0
 
     def add(
@@ -42,10 +43,9 @@ class Bench:
         """A completed request; returns whether it was counted as good."""
         request = LLMRequest(self._made, arrival, prompt, len(token_times), 7, tenant)
         self._made += 1
-        steps = StepLog()
-        steps.extend(np.array(token_times, np.float64))
-        request.stats.steps = steps
-        request.stats.token_runs.append((0, len(token_times)))
+        request.stats.steps = self.steps
+        request.stats.token_runs.append((self.steps.count, len(token_times)))
+        self.steps.extend(np.array(token_times, np.float64))
         request.stats.gpu_start_time = arrival if admitted is None else admitted
         request.stats.first_token_time = token_times[0]
         request.stats.decode_done_time = token_times[-1]

@@ -478,11 +478,12 @@ def check_times(simulation: Simulation) -> None:
         assert times[0] == record["first_token_time"]
         assert times[-1] == record["decode_done_time"]
         assert record["max_gap"] == max(np.diff(times), default=0.0)
-    for stats in simulation.records._stats:
-        timestamps = stats.scheduler_timestamps
+    records = simulation.records
+    both = zip(records.scheduler_timestamps(), records.token_times(), strict=True)
+    for timestamps, token_times in both:
         assert np.all(np.diff(timestamps) > 0)
         assert ends.issuperset(timestamps.tolist())
-        assert set(timestamps.tolist()).issuperset(stats.token_times.tolist())
+        assert set(timestamps.tolist()).issuperset(token_times.tolist())
 
 
 def check_identities(simulation: Simulation, watch: Watch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from opal_gym.config import Config, load_config
 from opal_gym.sim.decision import Decision, DecisionKind, Policy
@@ -74,6 +75,11 @@ def test_a_worker_alone_has_no_others() -> None:
     assert set(observation) == set(env.observation_space.spaces) == {"kind", "worker", "candidates"}
 
 
+def scaled(gauges: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Gauges as an agent observes them."""
+    return Scaler(GAUGES).scale(gauges, out=np.empty(len(GAUGES), np.float32))
+
+
 def test_others_are_the_mean_of_the_other_workers() -> None:
     """Each gauge scaled after the mean was taken; checked at every decision of three workers."""
     env = make_env("busy", overrides=several(3))
@@ -87,9 +93,9 @@ def test_others_are_the_mean_of_the_other_workers() -> None:
             if worker.worker_id != decision.worker_id
         ]
         assert env.observation_space.contains(observation)
-        expected = Scaler(GAUGES).scale((others[0] + others[1]) / 2).astype(np.float32)
+        expected = scaled((others[0] + others[1]) / 2)
         assert observation["others"].tobytes() == expected.tobytes()
-        expected = Scaler(GAUGES).scale(mine).astype(np.float32)
+        expected = scaled(mine)
         assert observation["worker"].tobytes() == expected.tobytes()
         decisions += 1
         different += not np.array_equal(observation["worker"], observation["others"])

@@ -18,6 +18,8 @@ Observation = dict[str, Any]
 """Float32 arrays by name; typed as Gymnasium types `spaces.Dict`."""
 
 KINDS = tuple(DecisionKind)
+_NO_KIND = np.zeros(len(KINDS), np.float32)
+_ONE_HOT = dict(zip(KINDS, np.eye(len(KINDS), dtype=np.float32), strict=True))
 
 
 class ObservationBuilder:
@@ -37,10 +39,11 @@ class ObservationBuilder:
 
     def __init__(self, max_candidates: int, num_workers: int) -> None:
         self._rows = max_candidates
+        self._has_others = num_workers > 1
         self._features = Scaler(FEATURES)
         self._gauges = Scaler(GAUGES)
         boxes: dict[str, spaces.Space[Any]] = {
-            "kind": _box(np.zeros(len(KINDS))),
+            "kind": _box(_NO_KIND),
             "worker": _box(self._gauges.low),
             "candidates": _box(np.tile(self._features.low, max_candidates)),
         }
@@ -51,27 +54,26 @@ class ObservationBuilder:
     def build(self, simulation: Simulation) -> Observation:
         """A new observation of the pending decision and of the worker that asks it."""
         decision, worker = simulation.pending, simulation.worker
-        kind = np.zeros(len(KINDS), np.float32)
         candidates = np.zeros((self._rows, len(FEATURES)), np.float32)
-        if decision is not None:
-            kind[KINDS.index(decision.kind)] = 1
+        if decision is None:
+            kind, gauges = _NO_KIND.copy(), read_gauges(worker)
+        else:
+            kind, gauges = _ONE_HOT[decision.kind].copy(), decision.gauges
             table = decision.candidates
-            candidates[: len(table)] = self._features.scale(table.values.copy())
-        gauges = read_gauges(worker) if decision is None else decision.gauges
+            self._features.scale(table.values, out=candidates[: len(table)])
         observation = {
             "kind": kind,
             "worker": self._scaled(gauges.values),
             "candidates": candidates.reshape(-1),
         }
-        others = [read_gauges(other).values for other in simulation.other_workers(worker)]
-        if others:
+        if self._has_others:
+            others = [read_gauges(other).values for other in simulation.other_workers(worker)]
             observation["others"] = self._scaled(np.mean(others, axis=0))
         return observation
 
     def _scaled(self, gauges: NDArray[np.float64]) -> NDArray[np.float32]:
-        scaled: NDArray[np.float32] = self._gauges.scale(gauges.copy()).astype(np.float32)
-        return scaled
+        return self._gauges.scale(gauges, out=np.empty(len(GAUGES), np.float32))
 
 
-def _box(low: NDArray[np.float64]) -> spaces.Box:
+def _box(low: NDArray[np.floating]) -> spaces.Box:
     return spaces.Box(low.astype(np.float32), np.ones(len(low), np.float32), dtype=np.float32)

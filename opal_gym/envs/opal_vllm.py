@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +226,7 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
             routing_seed=options.get("workload_seed", 0),
         )
         self._terms = RewardTerms(self._simulation)
-        self._advance()
+        self._advance(self._simulation)
         return self._observe(), self._info(dict.fromkeys(TERMS, 0.0), dt=0.0)
 
     def _make_workload(self, options: Mapping[str, Any]) -> Workload:
@@ -253,11 +254,9 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
         simulation = self.simulation
         if self._over:
             raise gym.error.ResetNeeded("the episode is over; call reset()")
-        if not self.action_space.contains(action):
-            raise ValueError(f"action: got {action!r}; allowed: 0 to {self._stop} (STOP)")
         before = simulation.env.now
-        self._act(int(action))
-        self._advance()
+        self._act(self._checked(action))
+        self._advance(simulation)
         terms = self._terms.step()
         terminated = simulation.done
         truncated = simulation.horizon_reached and not terminated and len(self._actions) > 1
@@ -267,10 +266,20 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
             info["episode_metrics"] = self._episode_metrics()
         return self._observe(), float(self._reward(terms)), terminated, truncated, info
 
-    def _advance(self) -> None:
+    def _checked(self, action: np.int64 | int) -> int:
+        """The action as an int."""
+        try:
+            number = index(action)
+        except TypeError:
+            number = -1
+        if not 0 <= number <= self._stop:
+            raise ValueError(f"action: got {action!r}; allowed: 0 to {self._stop} (STOP)")
+        return number
+
+    def _advance(self, simulation: Simulation) -> None:
         """Runs to the next decision, and notes which actions it allows."""
-        decision = self.simulation.advance()
-        self._mask = np.zeros(self._stop + 1, np.bool_)
+        decision = simulation.advance()
+        self._mask = np.zeros(self._stop + 1, np.int8)
         if decision is None:
             self._mask[self._stop] = True
         else:
@@ -284,13 +293,14 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
         else:
             answer = STOP if action == self._stop else action
         self._actions.append(action)
-        if self.decision is not None:
-            self.simulation.answer(answer)
+        simulation = self.simulation
+        if simulation.pending is not None:
+            simulation.answer(answer)
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Which actions are legal, shape (max_candidates + 1,); never all False."""
         assert self.simulation
-        mask: NDArray[np.bool_] = self._mask.copy()
+        mask: NDArray[np.bool_] = self._mask.astype(np.bool_)
         return mask
 
     def action_of(self, answer: int) -> int:
@@ -342,13 +352,14 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
         return self._observations.build(self.simulation)
 
     def _info(self, rewards: dict[str, float], dt: float) -> dict[str, Any]:
-        decision, worker = self.decision, self.simulation.worker
+        simulation = self.simulation
+        decision, worker = simulation.pending, simulation.worker
         baseline = STOP if decision is None else decision.baseline
         return {
-            "action_mask": self._mask.astype(np.int8),
+            "action_mask": self._mask.copy(),
             "rewards": rewards,
             "dt": float(dt),
-            "time": float(self.simulation.env.now),
+            "time": float(simulation.env.now),
             "rebuild_id": float(worker.rebuild_id),
             "worker_id": float(worker.worker_id),
             "baseline_action": float(self.action_of(baseline)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import sub
 
 import numpy as np
 
@@ -49,22 +50,23 @@ class RewardTerms:
         self._requests = max(1, int(accepted.sum()))
         self._weight = float(weights[accepted].sum()) or 1.0
         self._tokens = max(1, int(workload.output_tokens[accepted].sum()))
-        self._last: dict[str, float] = dict.fromkeys(map(str, TERMS), 0.0)
+        self._last = (0.0,) * len(TERMS)
 
     def step(self) -> dict[str, float]:
         """What each term earned since the last call."""
         totals = self._totals()
-        earned = {name: totals[name] - self._last[name] for name in totals}
+        earned = dict(zip(TERMS, map(sub, totals, self._last), strict=True))
         self._last = totals
         return earned
 
-    def _totals(self) -> dict[str, float]:
+    def _totals(self) -> tuple[float, ...]:
+        """The terms' totals so far, in the order of `TERMS`."""
         ledger, now = self._simulation.ledger, self._simulation.env.now
-        return {
-            "latency": -ledger.in_system.at(now) / self._requests,
-            "slowdown": -ledger.slowdown.at(now) / self._weight,
-            "ttft": -ledger.awaiting_token.at(now) / self._requests,
-            "goodput": ledger.good_weight / self._weight,
-            "throughput": ledger.completed_tokens / self._tokens,
-            "preemption": -ledger.preemptions / self._requests,
-        }
+        return (
+            -ledger.in_system.at(now) / self._requests,
+            -ledger.slowdown.at(now) / self._weight,
+            -ledger.awaiting_token.at(now) / self._requests,
+            ledger.good_weight / self._weight,
+            ledger.completed_tokens / self._tokens,
+            -ledger.preemptions / self._requests,
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import chain
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from opal_gym.sim.request import VLLMSchedulerRequest
 from opal_gym.sim.steps import StepLog
-from opal_gym.sim.table import RowSet
+from opal_gym.sim.table import Members
 
 
 class BatchMetadata:
@@ -23,15 +23,13 @@ class BatchMetadata:
     Attributes:
         prefill_requests: Prefilling requests by id, in admission order.
         decode_requests: Decoding requests by id.
-        request_tokens: Tokens scheduled in the coming step, by request id.
     """
 
     def __init__(self, block_size: int, steps: StepLog) -> None:
         self.prefill_requests: dict[int, VLLMSchedulerRequest] = {}
         self.decode_requests: dict[int, VLLMSchedulerRequest] = {}
-        self.request_tokens: dict[int, int] = {}
-        self.prefill_tokens = 0
-        self._rows = RowSet()
+        self._chunks: list[tuple[VLLMSchedulerRequest, int]] = []
+        self._members = Members()
         self._admissions = 0
         self._block_size = block_size
         self._steps = steps
@@ -41,20 +39,36 @@ class BatchMetadata:
         self._context_offset = 0
 
     def __len__(self) -> int:
-        return len(self.prefill_requests) + len(self.decode_requests)
+        return len(self._members.requests)
 
     def __iter__(self) -> Iterator[VLLMSchedulerRequest]:
         return chain(self.decode_requests.values(), self.prefill_requests.values())
 
     @property
     def rows(self) -> NDArray[np.intp]:
-        """Rows of the request table, shape (len(self),)."""
-        return self._rows.rows
+        """Rows of the request table, in the order of `members`, shape (len(self),)."""
+        return self._members.rows
+
+    @property
+    def members(self) -> Sequence[VLLMSchedulerRequest]:
+        """All requests of the batch, in no particular but reproducible order."""
+        return self._members.requests
 
     @property
     def decode_tokens(self) -> int:
         """Decode tokens of the coming step: one for each decode."""
         return len(self.decode_requests)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prefill tokens of the coming step."""
+        return sum(tokens for _, tokens in self._chunks)
+
+    @property
+    def request_tokens(self) -> dict[int, int]:
+        """Tokens scheduled in the coming step, by request id."""
+        chunks = {request.request_id: tokens for request, tokens in self._chunks}
+        return {**dict.fromkeys(self.decode_requests, 1), **chunks}
 
     @property
     def total_tokens(self) -> int:
@@ -66,34 +80,26 @@ class BatchMetadata:
         """Sum over decodes of prompt + generated tokens."""
         return self._context_offset + len(self.decode_requests) * self._steps.count
 
-    def add_prefill(self, request: VLLMSchedulerRequest, tokens: int) -> None:
-        """Adds an admitted request with its first chunk, which the coming step computes."""
+    def add_prefill(self, request: VLLMSchedulerRequest) -> None:
+        """Adds an admitted request."""
         self.prefill_requests[request.request_id] = request
-        self.request_tokens[request.request_id] = tokens
-        self.prefill_tokens += tokens
-        self._rows.add(request.row)
+        self._members.add(request)
         self._admissions += 1
         request.start_prefill(self._admissions)
 
     def schedule_prefill(self, chunks: list[tuple[VLLMSchedulerRequest, int]]) -> None:
-        """Replaces the coming step's prefill chunks: (request, tokens)."""
-        for request_id in self.prefill_requests:
-            self.request_tokens.pop(request_id, None)
-        for request, tokens in chunks:
-            self.request_tokens[request.request_id] = tokens
-        self.prefill_tokens = sum(tokens for _, tokens in chunks)
+        """Sets the coming step's prefill chunks (request, tokens), a list that may still grow."""
+        self._chunks = chunks
 
     def start_decode(self, request: VLLMSchedulerRequest, generated: int) -> None:
         """Moves a request whose prefill is complete to the decodes, with `generated` tokens."""
         del self.prefill_requests[request.request_id]
         request.start_decode(generated)
         self.decode_requests[request.request_id] = request
-        self.request_tokens[request.request_id] = 1
         offset = request.prompt_tokens - request.origin_step
         self._context_offset += offset
         self._block_classes[-offset % self._block_size] += 1
-        finish = request.origin_step + request.llm_request.output_tokens
-        heappush(self._finishes, (finish, request.request_id, request))
+        heappush(self._finishes, (request.finish_step, request.request_id, request))
 
     def remove(self, request: VLLMSchedulerRequest) -> None:
         """Takes a request out of the batch, its progress and blocks kept."""
@@ -104,15 +110,18 @@ class BatchMetadata:
             request.leave_decode()
         else:
             del self.prefill_requests[request.request_id]
-        self._rows.remove(request.row)
-        self.request_tokens.pop(request.request_id, None)
+        self._members.remove(request)
 
     def steps_to_completion(self) -> int | None:
         """Steps until the next decode completes, at least 0; None without decodes."""
         finishes = self._finishes
-        while finishes and not self._is_current(*finishes[0]):
+        while finishes:
+            finish, _, request = finishes[0]
+            if request.finish_step == finish:
+                return finish - self._steps.count
+            # It was preempted and left this behind.
             heappop(finishes)
-        return finishes[0][0] - self._steps.count if finishes else None
+        return None
 
     def completed(self) -> list[VLLMSchedulerRequest]:
         """Decodes that have made all their tokens, in order of id."""
@@ -139,10 +148,3 @@ class BatchMetadata:
         begin = (self._steps.count + 1) % self._block_size
         wrapped = max(0, begin + steps - self._block_size)
         return self._block_classes[begin : begin + steps] + self._block_classes[:wrapped]
-
-    def _is_current(self, finish: int, request_id: int, request: VLLMSchedulerRequest) -> bool:
-        """Whether an entry of the heap still holds: preempted requests leave theirs behind."""
-        return (
-            self.decode_requests.get(request_id) is request
-            and request.origin_step + request.llm_request.output_tokens == finish
-        )

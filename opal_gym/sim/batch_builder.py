@@ -113,6 +113,8 @@ class OpalBatchBuilder:
     def _admit_waiting(self, plan: StepPlan) -> Generator[simpy.Event, Any, None]:
         """Admits waiting requests until the policy stops or nobody fits."""
         worker = self._worker
+        if not worker.waiting_requests:
+            return
         window = worker.scan_waiting()
         while question := admit_question(worker, plan, window):
             request = yield from self._ask(question)

@@ -43,6 +43,8 @@ class BlockPool:
 
     def allocate(self, blocks: int) -> None:
         """Takes `blocks` free blocks, those without content first."""
+        if not blocks:
+            return
         self._settle()
         self.free -= blocks
         while len(self._idle) > self.free:

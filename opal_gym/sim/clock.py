@@ -23,11 +23,23 @@ class SimEnvironment(simpy.Environment):
         return _At(self, time, priority)
 
 
+class Signal(simpy.Event):
+    """An event that happens the moment it is fired, before all that is scheduled."""
+
+    def fire(self, value: object) -> None:
+        """Resumes whoever waits for it, with `value`."""
+        self._ok, self._value = True, value
+        callbacks, self.callbacks = self.callbacks, None  # type: ignore[assignment]
+        for callback in callbacks:
+            callback(self)
+
+
 class _At(simpy.Event):
     """The twin of `simpy.Timeout` for an absolute time."""
 
     def __init__(self, env: SimEnvironment, time: float, priority: EventPriority) -> None:
-        super().__init__(env)
+        self.env = env
+        self.callbacks = []
         self._ok = True
         self._value = None
         heappush(env._queue, (time, priority, next(env._eid), self))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from enum import Enum
-from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import simpy
@@ -64,18 +63,24 @@ class Decision:
         self.num_candidates = num_candidates
         self.stop_allowed = stop_allowed
         self.baseline = baseline
-        self._candidates = candidates
-        self._gauges = gauges
+        self._build_candidates = candidates
+        self._read_gauges = gauges
+        self._candidates: CandidateTable | None = None
+        self._gauges: WorkerGauges | None = None
 
-    @cached_property
+    @property
     def candidates(self) -> CandidateTable:
         """The candidates; a policy answers with a row's index."""
-        return self._candidates()
+        if self._candidates is None:
+            self._candidates = self._build_candidates()
+        return self._candidates
 
-    @cached_property
+    @property
     def gauges(self) -> WorkerGauges:
         """The state of the worker that asks."""
-        return self._gauges()
+        if self._gauges is None:
+            self._gauges = self._read_gauges()
+        return self._gauges
 
     def is_legal(self, answer: int) -> bool:
         """Whether `answer` is a candidate's index or an allowed STOP."""

@@ -34,21 +34,27 @@ class Scaler:
 
     Args:
         features: The columns, the logarithmic ones first.
+
+    Attributes:
+        low: The smallest scaled values, shape (features,).
     """
 
     def __init__(self, features: Sequence[Feature]) -> None:
         logarithmic = [feature.scaling == "log" for feature in features]
-        self._logs = sum(logarithmic)
-        assert all(logarithmic[: self._logs]), "logarithmic features come first"
+        logs = sum(logarithmic)
+        assert all(logarithmic[:logs]), "logarithmic features come first"
+        self._log_part = (..., slice(logs))
         scale = np.array([feature.scale for feature in features])
         self._factor = 1 / np.where(logarithmic, np.log1p(scale), scale)
         self.low = np.array([feature.low / feature.scale for feature in features])
 
-    def scale(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Scales `values`, shape (…, features), in place, and returns them."""
-        logs = values[..., : self._logs]
+    def scale(self, values: NDArray[np.float64], out: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Scales `values`, shape (…, features), into `out` of the same shape, and returns it."""
+        scaled = values.copy()
+        logs = scaled[self._log_part]
         np.log1p(logs, out=logs)
-        values *= self._factor
-        np.maximum(values, self.low, out=values)
-        np.minimum(values, 1.0, out=values)
-        return values
+        scaled *= self._factor
+        np.maximum(scaled, self.low, out=scaled)
+        np.minimum(scaled, 1.0, out=scaled)
+        out[...] = scaled
+        return out

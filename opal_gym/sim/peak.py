@@ -21,6 +21,9 @@ class PeakKV:
 
     With prefix and suffix maxima of the moments, one more request costs O(log n).
 
+    Attributes:
+        tokens: Peak of the batch as it is.
+
     Args:
         current: Tokens of the batch's requests, shape (n,).
         remaining: Their predicted remaining output tokens, shape (n,).
@@ -29,26 +32,22 @@ class PeakKV:
     def __init__(self, current: Tokens, remaining: Tokens) -> None:
         n = len(current)
         order = (-remaining).argsort(kind="stable")
-        current, remaining = current[order], remaining[order]
-        self._ascending = -remaining
-        self._total = np.zeros(n + 1)
-        current.cumsum(out=self._total[1:])
-        moments = self._total[1:] + RANKS[1 : n + 1] * remaining
-        self._before = np.zeros(n + 1)
-        np.maximum.accumulate(moments, out=self._before[1:])
-        # A request that joins adds its own tokens and one growing slot to all moments after it.
-        self._after = np.full(n + 1, -np.inf)
-        np.maximum.accumulate((moments + remaining)[::-1], out=self._after[n - 1 :: -1][:n])
-
-    @property
-    def tokens(self) -> float:
-        """Peak of the batch as it is."""
-        return float(self._before[-1])
+        self._remaining = remaining[order]
+        self._total = current[order].cumsum()
+        self._moments = self._total + RANKS[1 : n + 1] * self._remaining
+        self.tokens = float(np.maximum.reduce(self._moments)) if n else 0.0
 
     def with_candidates(self, current: Tokens, remaining: Tokens) -> Tokens:
         """Peak of the batch with one more request, for each candidate, shape (len(current),)."""
-        place = self._ascending.searchsorted(-remaining, side="right")
-        own = self._total[place] + current + (place + 1) * remaining
-        peaks: Tokens = np.maximum(self._before[place], own)
-        np.maximum(peaks, current + self._after[place], out=peaks)
+        n = len(self._moments)
+        # By the place that the request takes; 0 is less than any peak.
+        total, before, after = np.zeros((3, n + 1))
+        total[1:] = self._total
+        np.maximum.accumulate(self._moments, out=before[1:])
+        # A request that joins adds its own tokens and one growing slot to all moments after it.
+        np.maximum.accumulate((self._moments + self._remaining)[::-1], out=after[:n][::-1])
+        place = (-self._remaining).searchsorted(-remaining, side="right")
+        own = total[place] + current + (place + 1) * remaining
+        peaks: Tokens = np.maximum(before[place], own)
+        np.maximum(peaks, current + after[place], out=peaks)
         return peaks

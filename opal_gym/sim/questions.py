@@ -10,25 +10,36 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_gym.sim.blocks import blocks_of
 from opal_gym.sim.candidates import FEATURES, INDEX, CandidateTable
 from opal_gym.sim.decision import STOP, Decision, DecisionKind
 from opal_gym.sim.gauges import read_gauges
-from opal_gym.sim.request import RequestPhase, VLLMSchedulerRequest
+from opal_gym.sim.request import MAX_PREEMPTIONS, RequestPhase, VLLMSchedulerRequest
 from opal_gym.sim.table import (
-    ARRIVAL_TIME,
+    ADMISSION,
     DELIVERED,
     FIRST_TOKEN_TIME,
+    ORIGIN_STEP,
+    PREDICTED_OUTPUT,
     PREDICTED_REMAINING,
+    PREEMPTIONS,
     PROMPT,
+    PROMPT_REMAINING,
+    REQUEST_ID,
+    TPOT_SLACK,
     TPOT_SLO,
-    TTFT_SLO,
+    TTFT_SLACK,
+    WAITING_TIME,
 )
 
 if TYPE_CHECKING:
     from opal_gym.sim.vllm_worker import LLMWorkerVLLMScheduler
 
 T = TypeVar("T")
+
+BLOCKS_NEEDED = INDEX["blocks_needed"]
+PREDICTED_PEAK_KV = INDEX["predicted_peak_kv"]
+SLACKS = slice(TTFT_SLACK, TPOT_SLACK + 1)
+"""Two neighbouring columns."""
 
 
 @dataclass(slots=True)
@@ -109,35 +120,75 @@ def preempt_question(
     Least work done first, nearly finished ones last; ties: later arrivals first. Of more than the
     table holds: the first half so, then those with the longest predicted remaining output.
     """
-    running = [request for request in worker.batch if request.may_be_preempted]
-    if not running:
+    batch = worker.batch
+    data = worker.table.data.take(batch.rows, axis=0)
+    generated = np.maximum(0, worker.steps.count - data[:, ORIGIN_STEP])
+    predicted = data[:, PREDICTED_OUTPUT]
+    running = Running(
+        data,
+        generated,
+        held=data[:, PROMPT] - data[:, PROMPT_REMAINING] + generated,
+        remaining=np.maximum(1, predicted - generated),
+        nearly_finished=(predicted > 0) & (generated >= 0.95 * predicted),
+    )
+    keys = (-data[:, REQUEST_ID], -data[:, WAITING_TIME], running.held, running.nearly_finished)
+    order = np.lexsort(keys)
+    order = order[data[order, PREEMPTIONS] < MAX_PREEMPTIONS]
+    if not len(order):
         return None
-    running.sort(key=lambda request: request.order, reverse=True)
-    running.sort(key=lambda request: (request.nearly_finished, request.tokens_held))
-    options = _first_half_then(
-        running, worker.max_candidates, lambda request: -request.predicted_remaining
+    rows = _first_half_then(
+        order.tolist(), worker.max_candidates, lambda row: -running.remaining[row]
     )
     return _question(
         worker,
         DecisionKind.PREEMPT,
-        options,
-        table=lambda: _preempt_table(worker, options),
+        [batch.members[row] for row in rows],
+        table=lambda: _preempt_table(worker, running.take(rows)),
         baseline=0,
     )
 
 
-def _preempt_table(
-    worker: LLMWorkerVLLMScheduler, options: Sequence[VLLMSchedulerRequest]
-) -> CandidateTable:
-    _, values = _request_features(worker, options)
-    held = np.array([request.tokens_held for request in options])
-    values[:, INDEX["work_lost"]] = held
-    values[:, INDEX["blocks_freed"]] = blocks_of(held, worker.block_size) / worker.pool.total
-    admissions = [request.admission for request in options]
-    values[:, INDEX["admission_rank"]] = np.argsort(np.argsort(admissions))
-    values[:, INDEX["nearly_finished"]] = [request.nearly_finished for request in options]
-    values[:, PREDICTED_REMAINING] = [request.predicted_remaining for request in options]
-    return CandidateTable(values, _ids(options))
+def _preempt_table(worker: LLMWorkerVLLMScheduler, running: Running) -> CandidateTable:
+    data, generated = running.data, running.generated
+    made = np.maximum(np.maximum(1, generated), data[:, DELIVERED])
+    data[:, TPOT_SLACK] = data[:, FIRST_TOKEN_TIME] + data[:, TPOT_SLO] * made
+    values = _request_features(worker, data)
+    values[:, INDEX["work_lost"]] = running.held
+    freed = np.ceil(running.held / worker.block_size)
+    values[:, INDEX["blocks_freed"]] = freed / worker.pool.total
+    values[:, INDEX["admission_rank"]] = data[:, ADMISSION].argsort().argsort()
+    values[:, INDEX["nearly_finished"]] = running.nearly_finished
+    values[:, PREDICTED_REMAINING] = running.remaining
+    return CandidateTable(values, data[:, REQUEST_ID].astype(np.int64))
+
+
+class Running(NamedTuple):
+    """Requests of the batch as columns, n rows.
+
+    Attributes:
+        data: Their rows of the request table, shape (n, COLUMNS).
+        generated: Tokens generated since the last (re)start, shape (n,).
+        held: Tokens in KV: the seed's work score, shape (n,).
+        remaining: Output tokens still to come, as predicted; at least 1; shape (n,).
+        nearly_finished: Whether 95 % of the predicted output is made (seed, "Preemption
+            Strategy"), shape (n,).
+    """
+
+    data: NDArray[np.float64]
+    generated: NDArray[np.float64]
+    held: NDArray[np.float64]
+    remaining: NDArray[np.float64]
+    nearly_finished: NDArray[np.bool_]
+
+    def take(self, rows: Sequence[int]) -> Running:
+        """Some of the rows, in this order."""
+        return Running(
+            self.data[rows],
+            self.generated[rows],
+            self.held[rows],
+            self.remaining[rows],
+            self.nearly_finished[rows],
+        )
 
 
 # --------------------------------------------------------------------------------- ADMIT
@@ -226,43 +277,26 @@ def fits(
 
 
 def _admit_table(worker: LLMWorkerVLLMScheduler, candidates: Sequence[Fitting]) -> CandidateTable:
-    requests = [candidate.request for candidate in candidates]
-    data, values = _request_features(worker, requests)
-    pool = worker.pool.total
-    values[:, INDEX["blocks_needed"]] = [candidate.blocks / pool for candidate in candidates]
+    data = worker.table.data.take([candidate.request.row for candidate in candidates], axis=0)
+    values, pool = _request_features(worker, data), worker.pool.total
+    values[:, BLOCKS_NEEDED] = [candidate.blocks / pool for candidate in candidates]
     peaks = worker.peak_kv().with_candidates(data[:, PROMPT], data[:, PREDICTED_REMAINING])
-    values[:, INDEX["predicted_peak_kv"]] = peaks / (pool * worker.block_size)
-    return CandidateTable(values, _ids(requests))
+    np.divide(peaks, pool * worker.block_size, out=values[:, PREDICTED_PEAK_KV])
+    return CandidateTable(values, data[:, REQUEST_ID].astype(np.int64))
 
 
 # ---------------------------------------------------------------------------- in common
 
 
 def _request_features(
-    worker: LLMWorkerVLLMScheduler, requests: Sequence[VLLMSchedulerRequest]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Rows of the request table, and the features in them, with those that depend on the time."""
-    data = worker.table.data[[request.row for request in requests]]
+    worker: LLMWorkerVLLMScheduler, data: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The features in rows of the request table, absolute times made durations, in place."""
     values, now = data[:, : len(FEATURES)], worker.env.now
-    waiting = now - data[:, ARRIVAL_TIME]
-    values[:, INDEX["waiting_time"]] = waiting
-    values[:, INDEX["ttft_slack"]] = data[:, TTFT_SLO] - waiting
-    values[:, INDEX["tpot_slack"]] = np.inf
-    served = np.flatnonzero(data[:, FIRST_TOKEN_TIME] < np.inf)
-    if len(served):
-        rows = data[served]
-        made = [
-            max(1, requests[place].decode_tokens_generated, int(delivered))
-            for place, delivered in zip(served.tolist(), rows[:, DELIVERED], strict=True)
-        ]
-        pace = rows[:, FIRST_TOKEN_TIME] + rows[:, TPOT_SLO] * made - now
-        values[served, INDEX["tpot_slack"]] = pace
-        values[served, INDEX["ttft_slack"]] = np.inf
-    return data, values
-
-
-def _ids(requests: Sequence[VLLMSchedulerRequest]) -> NDArray[np.int64]:
-    return np.array([request.request_id for request in requests])
+    waiting, slacks = values[:, WAITING_TIME], values[:, SLACKS]
+    np.subtract(now, waiting, out=waiting)
+    np.subtract(slacks, now, out=slacks)
+    return values
 
 
 def _first_half_then(

@@ -53,5 +53,9 @@ class WaitingQueue:
 
     def oldest(self) -> VLLMSchedulerRequest:
         """The request that arrived first."""
-        heads = self._preempted[:1] + list(islice(self._arrived.values(), 1))
-        return min(heads, key=by_age)
+        arrived = next(iter(self._arrived.values()), None)
+        if not self._preempted:
+            assert arrived is not None
+            return arrived
+        evicted = self._preempted[0]
+        return evicted if arrived is None else min(evicted, arrived, key=by_age)

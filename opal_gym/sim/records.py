@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_gym.sim.request import LLMRequest, LLMRequestStats, Tenant
+from opal_gym.sim.request import LLMRequest, Tenant
+from opal_gym.sim.steps import RunLists, StepLog
 
 GAP_LIMIT_S = 0.5
 """Strict goodput: no two tokens of a request are further apart than this."""
@@ -60,11 +61,13 @@ class RequestRecords:
         self.rejected: list[tuple[LLMRequest, str]] = []
         self._tenant_rows = {tenant: row for row, tenant in enumerate(tenants)}
         self._table = np.empty(256, RECORD)
-        self._stats: list[LLMRequestStats] = []
+        self._token_runs = RunLists()
+        self._step_runs = RunLists()
+        self._step_logs: dict[int, StepLog] = {}
 
     def __len__(self) -> int:
         """Number of completed requests."""
-        return len(self._stats)
+        return len(self._token_runs)
 
     @property
     def table(self) -> NDArray[np.void]:
@@ -73,7 +76,15 @@ class RequestRecords:
 
     def token_times(self) -> Iterator[NDArray[np.float64]]:
         """For each completed request, when its output tokens were first made, s."""
-        return (stats.token_times for stats in self._stats)
+        return self._expand(self._token_runs)
+
+    def scheduler_timestamps(self) -> Iterator[NDArray[np.float64]]:
+        """For each completed request, the end times of all steps that it took part in, s."""
+        return self._expand(self._step_runs)
+
+    def _expand(self, run_lists: RunLists) -> Iterator[NDArray[np.float64]]:
+        for worker_id, runs in zip(self.table["worker_id"].tolist(), run_lists, strict=True):
+            yield self._step_logs[worker_id].expand(runs)
 
     def reject(self, request: LLMRequest, reason: str) -> None:
         """Notes a request that can never run."""
@@ -82,9 +93,12 @@ class RequestRecords:
     def complete(self, request: LLMRequest, unloaded_latency: float, worker_id: int) -> bool:
         """Notes a completed request; returns whether it met its objectives."""
         if len(self) == len(self._table):
-            self._table = np.concatenate([self._table, np.empty_like(self._table)])
+            more = np.empty(max(256, len(self) // 4), RECORD)
+            self._table = np.concatenate([self._table, more])
         stats = request.stats
-        times = stats.token_times
+        assert stats.steps is not None
+        self._step_logs[worker_id] = stats.steps
+        times = stats.steps.expand(stats.token_runs)
         max_gap = float((times[1:] - times[:-1]).max()) if len(times) > 1 else 0.0
         self._table[len(self)] = (
             request.request_id,
@@ -106,18 +120,19 @@ class RequestRecords:
             max_gap,
             unloaded_latency,
         )
-        self._stats.append(stats)
+        self._token_runs.append(stats.token_runs)
+        self._step_runs.append(stats.step_runs)
         return is_good(request, max_gap)
 
     def export(self) -> Iterator[str]:
         """One JSON object a request, under the seed's names; rejected ones last."""
-        for record, stats in zip(self.table, self._stats, strict=True):
+        for record, timestamps in zip(self.table, self.scheduler_timestamps(), strict=True):
             row: dict[str, Any] = {
                 SEED_NAMES.get(name, name): value
                 for name, value in zip(RECORD.names or (), record.item(), strict=True)
             }
             row["tenant"] = self.tenants[row["tenant"]].name
-            row["scheduler_timestamps"] = stats.scheduler_timestamps.tolist()
+            row["scheduler_timestamps"] = timestamps.tolist()
             yield json.dumps(row)
         for request, reason in self.rejected:
             yield json.dumps(

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-import numpy as np
-from numpy.typing import NDArray
-
 from opal_gym.sim.blocks import blocks_of
-from opal_gym.sim.steps import StepLog
+from opal_gym.sim.steps import StepLog, StepRun
 from opal_gym.sim.table import (
+    ADMISSION,
     DELIVERED,
     FIRST_TOKEN_TIME,
     IS_FETCH,
@@ -20,6 +18,8 @@ from opal_gym.sim.table import (
     PREEMPTIONS,
     PREFIX_HIT,
     PROMPT_REMAINING,
+    TPOT_SLACK,
+    TTFT_SLACK,
     RequestTable,
     kv_area,
 )
@@ -91,8 +91,8 @@ class LLMRequestStats:
         self.prefix_hit_tokens = 0
         self.preemptions = 0
         self.recomputed_tokens = 0
-        self.token_runs: list[tuple[int, int]] = []
-        self.step_runs: list[tuple[int, int]] = []
+        self.token_runs: list[StepRun] = []
+        self.step_runs: list[StepRun] = []
         self.steps: StepLog | None = None
 
     def note_steps(self, first: int, steps: int) -> None:
@@ -102,23 +102,6 @@ class LLMRequestStats:
             runs[-1] = (runs[-1][0], first + steps - runs[-1][0])
         else:
             runs.append((first, steps))
-
-    @property
-    def token_times(self) -> NDArray[np.float64]:
-        """Times at which each output token was first made, shape (tokens,), s."""
-        return self._expand(self.token_runs)
-
-    @property
-    def scheduler_timestamps(self) -> NDArray[np.float64]:
-        """End times of every step that this request took part in, shape (steps,), s."""
-        return self._expand(self.step_runs)
-
-    def _expand(self, runs: list[tuple[int, int]]) -> NDArray[np.float64]:
-        if self.steps is None or not runs:
-            return np.empty(0)
-        if len(runs) == 1:
-            return self.steps.times(*runs[0])
-        return np.concatenate([self.steps.times(*run) for run in runs])
 
 
 def note_first(stats: LLMRequestStats, name: str, time: float) -> None:
@@ -186,8 +169,8 @@ class VLLMSchedulerRequest(SchedulerRequest):
         prefix_tokens: Prompt tokens that came from a cache since the last (re)start.
         start_tokens: While waiting: tokens that need no computing if it is admitted now.
         start_blocks: While waiting: blocks for them that need not be taken any more.
-        admission: Number of its last admission to the batch.
         origin_step: While decoding: the step count at which nothing was generated.
+        finish_step: While decoding: the step count at which all is generated; -1 otherwise.
         delivered_tokens: Output tokens that the user has; recomputed ones count once.
         kv_area: Predicted KV area, token·steps.
         block_hashes: Hashes of its prompt's full GPU blocks, where prefix caching is on.
@@ -202,9 +185,9 @@ class VLLMSchedulerRequest(SchedulerRequest):
         "_seen_blocks",
         "_steps",
         "_table",
-        "admission",
         "block_hashes",
         "delivered_tokens",
+        "finish_step",
         "held_hashes",
         "kv_area",
         "kvc_lookup",
@@ -233,8 +216,8 @@ class VLLMSchedulerRequest(SchedulerRequest):
         self.prefix_tokens = 0
         self.start_tokens = 0
         self.start_blocks = 0
-        self.admission = 0
         self.origin_step = 0
+        self.finish_step = -1
         self.delivered_tokens = 0
         self.kv_area = kv_area(self.prompt_tokens, llm_request.predicted_output_tokens)
         self.block_hashes: Sequence[int] = ()
@@ -243,6 +226,10 @@ class VLLMSchedulerRequest(SchedulerRequest):
         self._blocks = 0
         self._seen_blocks = 0
         self._computed: list[range] = []
+
+    @property
+    def _tpot_slo_s(self) -> float:
+        return self.llm_request.tenant.tpot_slo_s
 
     @property
     def decode_tokens_generated(self) -> int:
@@ -351,7 +338,7 @@ class VLLMSchedulerRequest(SchedulerRequest):
         Args:
             admission: Number of its admission to the batch.
         """
-        self.admission = admission
+        self._set(ADMISSION, admission)
         self.llm_request.stats.prefix_hit_tokens = self.prefix_tokens
         self.phase = RequestPhase.PREFILL_CHUNKED
 
@@ -364,12 +351,14 @@ class VLLMSchedulerRequest(SchedulerRequest):
         """→ DECODE with `generated` tokens (0, or 1 made by the prefill's last step)."""
         self.phase = RequestPhase.DECODE
         self.origin_step = self._steps.count - generated
+        self.finish_step = self.origin_step + self.llm_request.output_tokens
         self._set(ORIGIN_STEP, self.origin_step)
 
     def leave_decode(self) -> None:
         """Leaves the lockstep of the decodes: its progress, blocks and token times are noted."""
         self._generated = generated = self.decode_tokens_generated
         self._blocks = self.allocated_blocks
+        self.finish_step = -1
         self._set(ORIGIN_STEP, math.inf)
         stats, new = self.llm_request.stats, generated - self.delivered_tokens
         stats.note_steps(self.origin_step, generated)
@@ -377,6 +366,7 @@ class VLLMSchedulerRequest(SchedulerRequest):
             stats.token_runs.append((self.origin_step + self.delivered_tokens, new))
             self.delivered_tokens = generated
             self._set(DELIVERED, generated)
+            self._set(TPOT_SLACK, stats.first_token_time + generated * self._tpot_slo_s)
 
     def complete(self) -> None:
         """→ COMPLETED; its blocks are still held."""
@@ -387,6 +377,7 @@ class VLLMSchedulerRequest(SchedulerRequest):
         """Its first output token was made at `time`, s."""
         self.llm_request.stats.first_token_time = time
         self._set(FIRST_TOKEN_TIME, time)
+        self._set(TTFT_SLACK, math.inf)
 
     def preempted(self) -> None:
         """→ WAITING after an eviction (seed, "Phase 3")."""

@@ -9,7 +9,7 @@ import numpy as np
 import simpy
 
 from opal_gym.config import CalibratedParams, Config, RooflineParams
-from opal_gym.sim.clock import SimEnvironment
+from opal_gym.sim.clock import Signal, SimEnvironment
 from opal_gym.sim.decision import Decision, DecisionKind, Policy
 from opal_gym.sim.gpu_model import (
     CalibratedGPUModel,
@@ -75,7 +75,7 @@ class Simulation:
         self._policy = policy or FifoLeastWorkPolicy()
         self._policy.reset(policy_seed)
         self._outside = frozenset(outside)
-        self._answer: simpy.Event | None = None
+        self._answer = Signal(self.env)
         gpu_model = make_gpu_model(config)
         params = config.worker.vllm_params
 
@@ -153,16 +153,17 @@ class Simulation:
 
     def advance(self) -> Decision | None:
         """Runs to the next decision for the driver; None when all is done or at the horizon."""
-        step = self.env.step
-        while self.pending is None and not self.done and not self.horizon_reached:
+        step, ledger, requests = self.env.step, self.ledger, self._num_requests
+        while self.pending is None and ledger.ended_requests < requests:
+            if self.horizon_reached:
+                break
             step()
         return self.pending
 
     def answer(self, answer: int) -> None:
         """Answers the pending decision."""
-        assert self._answer is not None
-        self._answer.succeed(answer)
         self.pending = None
+        self._answer.fire(answer)
 
     def run(self) -> Metrics:
         """Runs to the end and summarises."""
@@ -180,7 +181,7 @@ class Simulation:
         if decision.kind not in self._outside:
             return self._policy.choose(decision)
         self.pending = decision
-        self._answer = self.env.event()
+        self._answer = Signal(self.env)
         answer: int = yield self._answer
         return answer
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 import numpy as np
 import simpy
@@ -40,14 +42,16 @@ class Span:
         steps = self.steps_begun(env.now)
         if steps < self.steps:
             old, self.steps = self.boundary, steps
-            self.boundary = env.at(float(self.times[steps - 1]), BOUNDARY)
+            self.boundary = env.at(self.times.item(steps - 1), BOUNDARY)
             self.boundary.callbacks, old.callbacks = old.callbacks, []
 
     def steps_begun(self, now: float) -> int:
         """Steps that have begun before `now`."""
         return int(self.times.searchsorted(now)) + 1
 
-    def block_seconds(self, blocks: NDArray[np.int64], now: float) -> float:
+    def block_seconds(self, blocks: Sequence[int], now: float) -> float:
         """Blocks·s until `now` of the blocks that the steps after `taken` took when they began."""
         begins = self.times[self.taken - 1 : self.taken - 1 + len(blocks)]
-        return float(blocks.dot(now - begins))
+        ages: list[float] = (now - begins).tolist()
+        held: float = sum(map(mul, blocks, ages))
+        return held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,17 +11,18 @@ from numpy.typing import NDArray
 from opal_gym.sim.candidates import FEATURES, INDEX
 
 if TYPE_CHECKING:
-    from opal_gym.sim.request import LLMRequest
+    from opal_gym.sim.request import LLMRequest, VLLMSchedulerRequest
 
-ARRIVAL_TIME = len(FEATURES)
-TTFT_SLO = ARRIVAL_TIME + 1
-TPOT_SLO = ARRIVAL_TIME + 2
-ORIGIN_STEP = ARRIVAL_TIME + 3
+REQUEST_ID = len(FEATURES)
+TPOT_SLO = REQUEST_ID + 1
+ORIGIN_STEP = REQUEST_ID + 2
 """While decoding: the step count at which nothing was generated; infinite otherwise."""
-FIRST_TOKEN_TIME = ARRIVAL_TIME + 4
+FIRST_TOKEN_TIME = REQUEST_ID + 3
 """When the first output token was made; infinite before."""
-DELIVERED = ARRIVAL_TIME + 5
-COLUMNS = ARRIVAL_TIME + 6
+DELIVERED = REQUEST_ID + 4
+ADMISSION = REQUEST_ID + 5
+"""Number of its last admission to the batch."""
+COLUMNS = REQUEST_ID + 6
 
 PRESENT = INDEX["present"]
 PROMPT = INDEX["prompt_tokens"]
@@ -32,6 +34,12 @@ PREFIX_HIT = INDEX["prefix_hit_tokens"]
 IS_FETCH = INDEX["is_fetch"]
 PREEMPTIONS = INDEX["preemptions"]
 WEIGHT = INDEX["weight"]
+WAITING_TIME = INDEX["waiting_time"]
+"""In the table: the arrival time."""
+TTFT_SLACK = INDEX["ttft_slack"]
+"""In the table: the time at which the TTFT objective is missed; infinite once it is met or not."""
+TPOT_SLACK = INDEX["tpot_slack"]
+"""In the table: while waiting, the time at which the TPOT objective's pace is lost."""
 
 
 def kv_area(prompt: float, output: float) -> float:
@@ -43,7 +51,8 @@ class RequestTable:
     """One row a live request; rows are reused.
 
     The first columns are the features of a candidate table, as far as they follow from the request
-    alone; those that depend on the moment are 0 here. Then come the columns named above.
+    alone: durations are absolute times here, what else depends on the moment is 0. Then come the
+    columns named above.
 
     Attributes:
         data: Shape (capacity, COLUMNS), float64.
@@ -59,18 +68,19 @@ class RequestTable:
             self._grow()
         row = self._free.pop()
         prompt, predicted = request.prompt_tokens, request.predicted_output_tokens
-        data = self.data[row]
-        data[:] = 0
+        data = [0.0] * COLUMNS
         data[PRESENT] = 1
         data[PROMPT] = data[PROMPT_REMAINING] = prompt
         data[PREDICTED_OUTPUT] = predicted
         data[PREDICTED_REMAINING] = max(1, predicted)
         data[KV_AREA] = kv_area(prompt, predicted)
         data[WEIGHT] = request.tenant.weight
-        data[ARRIVAL_TIME] = request.arrival_time
-        data[TTFT_SLO] = request.tenant.ttft_slo_s
+        data[WAITING_TIME] = request.arrival_time
+        data[REQUEST_ID] = request.request_id
+        data[TTFT_SLACK] = request.arrival_time + request.tenant.ttft_slo_s
         data[TPOT_SLO] = request.tenant.tpot_slo_s
-        data[ORIGIN_STEP] = data[FIRST_TOKEN_TIME] = np.inf
+        data[TPOT_SLACK] = data[ORIGIN_STEP] = data[FIRST_TOKEN_TIME] = math.inf
+        self.data[row] = data
         return row
 
     def release(self, row: int) -> None:
@@ -83,29 +93,37 @@ class RequestTable:
         self._free = list(range(2 * capacity - 1, capacity - 1, -1))
 
 
-class RowSet:
-    """A set of rows as an array; adding and removing cost O(1)."""
+class Members:
+    """A set of requests with their rows as an array; adding and removing cost O(1).
+
+    Attributes:
+        requests: The requests, in no particular but reproducible order.
+    """
 
     def __init__(self) -> None:
+        self.requests: list[VLLMSchedulerRequest] = []
         self._rows = np.empty(64, np.intp)
         self._place: dict[int, int] = {}
 
     @property
     def rows(self) -> NDArray[np.intp]:
-        """The rows, in no particular but reproducible order."""
-        return self._rows[: len(self._place)]
+        """Their rows, in the same order, shape (n,)."""
+        return self._rows[: len(self.requests)]
 
-    def add(self, row: int) -> None:
-        """Adds a row."""
-        place = len(self._place)
+    def add(self, request: VLLMSchedulerRequest) -> None:
+        """Adds a request."""
+        place = len(self.requests)
         if place == len(self._rows):
             self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
-        self._rows[place] = row
-        self._place[row] = place
+        self._rows[place] = request.row
+        self._place[request.row] = place
+        self.requests.append(request)
 
-    def remove(self, row: int) -> None:
-        """Removes a row; the last one takes its place."""
-        last = int(self._rows[len(self._place) - 1])
-        place = self._place[last] = self._place[row]
-        self._rows[place] = last
-        del self._place[row]
+    def remove(self, request: VLLMSchedulerRequest) -> None:
+        """Removes a request; the last one takes its place."""
+        last = self.requests.pop()
+        place = self._place[last.row] = self._place[request.row]
+        self._rows[place] = last.row
+        if last is not request:
+            self.requests[place] = last
+        del self._place[request.row]

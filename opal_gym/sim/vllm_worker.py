@@ -8,11 +8,11 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from itertools import chain, islice
+from operator import add, sub
 from typing import Any
 
 import numpy as np
 import simpy
-from numpy.typing import NDArray
 
 from opal_gym.config import Config
 from opal_gym.sim.batch import BatchMetadata
@@ -262,15 +262,15 @@ class LLMWorkerVLLMScheduler:
         for (request, tokens), blocks in zip(plan.chunks, plan.blocks, strict=True):
             self._take_blocks(request, blocks, request.prompt_processed + tokens)
         self.steps.scheduled = self.steps.count + 1
-        self.batch.schedule_prefill(plan.chunks)
+        self.batch.schedule_prefill(plan.chunks)  # to which admissions add theirs
 
     def add_to_batch(self, request: VLLMSchedulerRequest, tokens: int, blocks: int) -> None:
-        """Moves a READY request from the queue to the batch, with its first chunk."""
+        """Moves a READY request from the queue to the batch; its first chunk is in the plan."""
         self.pool.allocate(blocks)
         self._take_blocks(request, blocks, request.prompt_processed + tokens)
         self.waiting_requests.remove(request)
         self._holders.pop(request.request_id, None)
-        self.batch.add_prefill(request, tokens)
+        self.batch.add_prefill(request)
         note_first(request.llm_request.stats, "request_ready_time", self.env.now)
         note_first(request.llm_request.stats, "gpu_start_time", self.env.now)
         self._log(
@@ -444,16 +444,14 @@ class LLMWorkerVLLMScheduler:
         self.spans += 1
         steps = self._span_steps(plan)
         now = self.env.now
-        # The running sum starts at the current time, so that it equals step-by-step addition.
-        times = np.empty(steps + 1)
-        times[0] = now
         if steps == 1:
-            times[1] = now + self._calculate_batch_time(plan)
+            times = np.array([now + self._calculate_batch_time(plan)])
         else:
-            times[1:] = self._gpu.span_latencies(*self._load(plan), steps)
+            times = self._gpu.span_latencies(*self._load(plan), steps)
+            # The running sum starts at the current time, so that it equals step-by-step addition.
+            times[0] += now
             times.cumsum(out=times)
-        boundary = self.env.at(float(times[-1]), BOUNDARY)
-        return Span(plan, now, times[1:], steps, boundary)
+        return Span(plan, now, times, steps, self.env.at(times.item(-1), BOUNDARY))
 
     def _calculate_batch_time(self, plan: StepPlan) -> float:
         """Seconds of the coming step (seed, "Timing Calculation")."""
@@ -519,10 +517,11 @@ class LLMWorkerVLLMScheduler:
         self.steps.extend(span.times[:steps])
         self.steps.scheduled = self.steps.count
         self.gpu_busy_time += self.env.now - span.start
-        begun = span.start if steps == 1 else float(span.times[steps - 2])
+        begun = span.start if steps == 1 else span.times.item(steps - 2)
         self.last_step_s = self.env.now - begun
-        self._note_first_tokens(self._no_first_token)
-        self._no_first_token = []
+        if self._no_first_token:
+            self._note_first_tokens(self._no_first_token)
+            self._no_first_token = []
         self.batch.schedule_prefill([])
         for request, tokens in span.plan.chunks:
             request.prefill(tokens * steps, first, steps)
@@ -542,22 +541,23 @@ class LLMWorkerVLLMScheduler:
         self.pool.charge(span.block_seconds(blocks, self.env.now))
         first, span.taken = span.taken + 1, steps
         if not span.plan.chunks:
-            self.pool.allocate(int(blocks.sum()))
+            self.pool.allocate(sum(blocks))
             return
         # What a step publishes can be reused by the next one.
         ((request, tokens),) = span.plan.chunks
-        for step, taken in enumerate(blocks.tolist(), first):
+        for step, taken in enumerate(blocks, first):
             self.pool.allocate(taken)
             held = request.prompt_processed + tokens * step
             self._take_blocks(request, self._blocks_lacking(request, held), held)
 
-    def _blocks_by_step(self, plan: StepPlan, steps: int) -> NDArray[np.int64]:
-        """Blocks that each of the steps 2 … `steps` of a span takes, shape (steps - 1,)."""
-        taken = np.array(self.batch.later_decode_blocks_by_step(steps), np.int64)
+    def _blocks_by_step(self, plan: StepPlan, steps: int) -> list[int]:
+        """Blocks that each of the steps 2 … `steps` of a span takes."""
+        taken = self.batch.later_decode_blocks_by_step(steps)
         for request, tokens in plan.chunks:
-            ends = request.prompt_processed + tokens * np.arange(1, steps + 1)
-            blocks = blocks_of(ends, self.block_size)
-            taken += blocks[1:] - blocks[:-1]
+            first = request.prompt_processed + tokens
+            ends = range(first, first + steps * tokens, tokens)
+            blocks = [blocks_of(end, self.block_size) for end in ends]
+            taken = list(map(add, taken, map(sub, blocks[1:], blocks)))
         return taken
 
     def _blocks_lacking(self, request: VLLMSchedulerRequest, tokens: int) -> int:
@@ -685,7 +685,7 @@ class LLMWorkerVLLMScheduler:
         """Predicted peak of the batch's KV memory."""
         moment = (self.rebuild_id, self.steps.count, len(self.batch))
         if moment != self._peak_moment:
-            data = self.table.data[self.batch.rows]
+            data = self.table.data.take(self.batch.rows, axis=0)
             generated = np.maximum(0.0, self.steps.count - data[:, ORIGIN_STEP])
             remaining = np.maximum(1.0, data[:, PREDICTED_OUTPUT] - generated)
             self._peak = PeakKV(data[:, PROMPT] + generated, remaining)
@@ -697,10 +697,13 @@ class LLMWorkerVLLMScheduler:
         decodes, context = self.batch.decode_tokens, self.batch.decode_context
         most = self.params.max_num_batched_tokens - decodes
         chunks = self._waiting_chunks(min(max(budgets), most))
-        return [
-            self._gpu.batch_latency(first_tokens(chunks, min(budget, most)), decodes, context)
-            for budget in budgets
-        ]
+        tokens = sum(new for _, new in chunks)
+        fills = [min(budget, most, tokens) for budget in budgets]
+        times = {
+            fill: self._gpu.batch_latency(first_tokens(chunks, fill), decodes, context)
+            for fill in dict.fromkeys(fills)
+        }
+        return [times[fill] for fill in fills]
 
     def _waiting_chunks(self, tokens: int) -> list[Chunk]:
         """Chunks of the running prefills, then of the queue's head, up to `tokens` tokens."""
