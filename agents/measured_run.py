@@ -8,6 +8,7 @@ in tokens, times at which it was queued, scheduled, and gave its first and last 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -18,13 +19,12 @@ from numpy.typing import NDArray
 
 from opal_gym.config import Config, VLLMSchedulerConfig, load_config
 from opal_gym.sim.blocks import blocks_of
+from opal_gym.sim.gpu_model import GPU_CONSTANTS
+from opal_gym.sim.llm_model import MODELS
 from opal_gym.sim.simulation import Simulation
 from opal_gym.sim.workloads import Workload
 
 Engine = Literal["opal", "vllm_v1"]
-
-GPUS = {"NVIDIA GeForce RTX 4090": "RTX 4090"}
-MODELS = {"meta-llama/Llama-3.1-8B": "llama-3.1-8b"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RequestTimes:
 
     Attributes:
         ttft: Time to the first token.
-        tpot: Time per output token after the first.
+        tpot: Time per output token after the first; NaN where there is none.
         e2e: End-to-end latency.
     """
 
@@ -49,7 +49,7 @@ class MeasuredRun:
     Attributes:
         arrival: When the engine queued each request, s after the first, shape (n,).
         prompt_tokens: Shape (n,).
-        output_tokens: Shape (n,), at least 2.
+        output_tokens: Shape (n,).
         times: What was measured.
         meta: The file of the engine.
     """
@@ -61,18 +61,31 @@ class MeasuredRun:
     meta: dict[str, Any]
 
 
-def read_measured_run(requests: Path, meta: Path) -> MeasuredRun:
-    """Reads a run's two files."""
-    rows = [json.loads(line) for line in requests.read_text(encoding="utf-8").splitlines()]
-    rows.sort(key=lambda row: row["queued_ts"])
+def read_measured_run(prefix: Path) -> MeasuredRun:
+    """Reads a run's two files.
+
+    Args:
+        prefix: Their path, without `_requests.jsonl` and `_meta.json`.
+    """
+    meta = json.loads(Path(f"{prefix}_meta.json").read_text(encoding="utf-8"))
+    lines = Path(f"{prefix}_requests.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = sorted(map(json.loads, lines), key=lambda row: float(row["queued_ts"]))
     queued, first, last, prompt, output = (
         np.array([row[key] for row in rows])
         for key in ("queued_ts", "first_token_ts", "last_token_ts", "input_toks", "output_toks")
     )
-    times = RequestTimes(first - queued, (last - first) / (output - 1), last - queued)
-    return MeasuredRun(
-        queued - queued[0], prompt, output, times, json.loads(meta.read_text(encoding="utf-8"))
-    )
+    times = _request_times(queued, first, last, output)
+    return MeasuredRun(queued - queued[0], prompt, output, times, meta)
+
+
+def _request_times(
+    queued: NDArray[np.float64],
+    first: NDArray[np.float64],
+    last: NDArray[np.float64],
+    output_tokens: NDArray[np.int64],
+) -> RequestTimes:
+    later_tokens = np.where(output_tokens > 1, output_tokens - 1.0, np.nan)
+    return RequestTimes(first - queued, (last - first) / later_tokens, last - queued)
 
 
 def supported_engines() -> tuple[Engine, ...]:
@@ -82,7 +95,11 @@ def supported_engines() -> tuple[Engine, ...]:
 
 
 def replay_config(run: MeasuredRun, engine: Engine) -> Config:
-    """The simulated worker that is nearest to the measured engine."""
+    """The simulated worker that is nearest to the measured engine.
+
+    Raises:
+        ValueError: The GPU or the model is not modelled.
+    """
     arguments, cache = run.meta["engine_kwargs"], run.meta["kv_cache"]
     vllm_params: dict[str, Any] = {
         "max_num_seqs": arguments["max_num_seqs"],
@@ -96,19 +113,22 @@ def replay_config(run: MeasuredRun, engine: Engine) -> Config:
     }
     if "engine" in VLLMSchedulerConfig.model_fields:
         vllm_params["engine"] = engine
+    timing: dict[str, Any] = {"model": "calibrated"}
+    if run.meta["resolved_config"]["scheduler_config"]["async_scheduling"]:
+        timing["step_overhead_s"] = 0.0
     fixed = {"kind": "fixed", "tokens": 1}
     return load_config(
         {
             "name": f"replay with engine {engine}",
-            "model": {"name": MODELS[arguments["model"]]},
+            "model": {"name": _known(arguments["model"].lower(), MODELS)},
             "kvc": {"hash_block_tokens": cache["block_size"]},
             "worker": {
                 "vllm_params": vllm_params,
                 "hw": {
-                    "gpu": GPUS[run.meta["hardware"]["device_name"]],
+                    "gpu": _known(run.meta["hardware"]["device_name"], GPU_CONSTANTS),
                     "tp": arguments["tensor_parallel_size"],
                 },
-                "inference_params": {"model": "calibrated"},
+                "inference_params": timing,
             },
             # Required, but the run brings its own requests.
             "workload": {
@@ -118,6 +138,14 @@ def replay_config(run: MeasuredRun, engine: Engine) -> Config:
             },
         }
     )
+
+
+def _known(published: str, names: Iterable[str]) -> str:
+    """The one of our names that a published name contains, such as that of a model or device."""
+    for name in names:
+        if name in published:
+            return name
+    raise ValueError(f"{published}: not modelled; allowed: one of {', '.join(names)}")
 
 
 def workload_of(run: MeasuredRun) -> Workload:
@@ -146,9 +174,10 @@ def replay(run: MeasuredRun, engine: Engine) -> tuple[RequestTimes, int]:
     simulation = Simulation(replay_config(run, engine), workload_of(run))
     simulation.run()
     records = np.sort(simulation.records.table, order="request_id")
-    arrival, first, done = (
-        records[name].astype(np.float64)
-        for name in ("arrival_time", "first_token_time", "decode_done_time")
+    times = _request_times(
+        records["arrival_time"],
+        records["first_token_time"],
+        records["decode_done_time"],
+        records["output_tokens"],
     )
-    times = RequestTimes(first - arrival, (done - first) / (run.output_tokens - 1), done - arrival)
     return times, int(records["preemptions"].sum())

@@ -27,7 +27,6 @@ from agents.measured_run import (
 )
 from agents.operator_tables import GRAPH_TOKENS, OperatorTables
 
-RUN = "llmservingsim_RTX4090_Llama-3.1-8B"
 TIMES = {"TTFT": ("ttft", 1.0, "s"), "TPOT": ("tpot", 1e3, "ms"), "E2E": ("e2e", 1.0, "s")}
 
 
@@ -36,11 +35,13 @@ class Arguments:
     """Compare the calibrated GPU model with measurements.
 
     Kernels: steps predicted by the model of the H100, without host overhead, against the sums of
-    their measured kernels. Run: requests that vLLM 0.19 served on an RTX 4090, replayed.
+    their measured kernels. Run: requests that the real vLLM served on an RTX 4090, replayed.
     """
 
     data: Path = Path("../shared/data/latency")
-    """Folder of the operator tables and of the measured run."""
+    """Folder of the operator tables and of the measured runs."""
+    run: str = "llmservingsim_RTX4090_Llama-3.1-8B"
+    """The measured run: its files' names without _requests.jsonl and _meta.json."""
     engines: tuple[Engine, ...] = supported_engines()
     """Engine profiles to replay the run with."""
     plot: Path | None = None
@@ -51,9 +52,7 @@ def main(arguments: Arguments) -> None:
     console = Console()
     try:
         tables = OperatorTables(arguments.data)
-        run = read_measured_run(
-            arguments.data / f"{RUN}_requests.jsonl", arguments.data / f"{RUN}_meta.json"
-        )
+        run = read_measured_run(arguments.data / arguments.run)
     except OSError as error:
         Console(stderr=True).print(
             f"error: {error}; allowed: a folder with the measurements (--data)",
@@ -108,33 +107,38 @@ def add_row(
         relative = np.abs(
             np.concatenate([e.relative for e in results if e.kind == kind and belongs(e)])
         )
-        cells += [f"{np.median(relative):.1%}", f"{np.quantile(relative, 0.9):.1%}"]
+        cells += [f"{np.nanmedian(relative):.1%}", f"{np.nanquantile(relative, 0.9):.1%}"]
         cells.append(str(len(relative)))
     table.add_row(label, *cells)
 
 
 def summary(relative: NDArray[np.float64]) -> str:
-    return f"median {np.median(relative):.1%}, 90th percentile {np.quantile(relative, 0.9):.1%}"
+    return f"median {np.nanmedian(relative):.1%}, p90 {np.nanquantile(relative, 0.9):.1%}"
 
 
 def print_replays(
     run: MeasuredRun, replays: dict[Engine, tuple[RequestTimes, int]], console: Console
 ) -> None:
     table = Table(
-        title=f"{len(run.arrival)} requests, vLLM {run.meta['vllm_version']} on an RTX 4090",
+        title=f"{len(run.arrival)} requests, vLLM {run.meta['vllm_version']}, "
+        f"{run.meta['hardware']['device_name']}",
         title_justify="left",
     )
-    table.add_column("mean")
+    table.add_column("")
     table.add_column("measured", justify="right")
     for engine in replays:
         table.add_column(f"replayed, engine {engine}", justify="right")
     for label, (name, scale, unit) in TIMES.items():
-        measured = float(np.mean(getattr(run.times, name)))
+        measured = float(np.nanmean(getattr(run.times, name)))
         cells = [f"{measured * scale:.1f} {unit}"]
         for times, _ in replays.values():
-            mean = float(np.mean(getattr(times, name)))
+            mean = float(np.nanmean(getattr(times, name)))
             cells.append(f"{mean * scale:.1f} {unit} ({mean / measured - 1:+.1%})")
-        table.add_row(label, *cells)
+        table.add_row(f"mean {label}", *cells)
+    for label, (name, _, _) in TIMES.items():
+        measured_each = getattr(run.times, name)
+        errors = [np.abs(getattr(times, name) / measured_each - 1) for times, _ in replays.values()]
+        table.add_row(f"{label}, error of each request", "", *(summary(e) for e in errors))
     table.add_row("preemptions", "not recorded", *(str(count) for _, count in replays.values()))
     console.print(table)
 
@@ -159,8 +163,8 @@ def draw(
     for engine, times in replays.items():
         tpot.plot(measured.tpot * 1e3, times.tpot * 1e3, ".", label=f"engine {engine}")
         e2e.plot(measured.e2e, times.e2e, ".", label=f"engine {engine}")
-    tpot.set(title="TPOT of requests, RTX 4090 (ms)")
-    e2e.set(title="E2E of requests, RTX 4090 (s)")
+    tpot.set(title="TPOT of requests (ms)")
+    e2e.set(title="E2E of requests (s)")
     for axes in (steps, tpot, e2e):
         low, high = axes.get_xlim()
         axes.plot([low, high], [low, high], color="black", linewidth=0.8)
