@@ -10,7 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.operator_tables import OperatorTables
-from opal_gym.sim.gpu_model import GPU_CONSTANTS, GPU_SPECS, CalibratedGPUModel, Chunk, GPUConstants
+from opal_gym.sim.gpu_model import (
+    GPU_CONSTANTS,
+    GPU_SPECS,
+    CalibratedGPUModel,
+    Chunk,
+    GPUConstants,
+    RooflineGPUModel,
+)
 from opal_gym.sim.llm_model import LLMModel, get_model, num_gpu_blocks
 
 Kind = Literal["prefill", "decode", "mixed"]
@@ -58,6 +65,7 @@ class KernelErrors:
         tp: Number of GPUs.
         kind: What the steps hold.
         predicted: By the calibrated model without host overhead, shape (steps,).
+        roofline: By the seed's rule, shape (steps,).
         measured: Sums of the measured kernels, shape (steps,).
     """
 
@@ -65,12 +73,18 @@ class KernelErrors:
     tp: int
     kind: Kind
     predicted: NDArray[np.float64]
+    roofline: NDArray[np.float64]
     measured: NDArray[np.float64]
 
     @property
     def relative(self) -> NDArray[np.float64]:
         """Predicted / measured - 1 of each step."""
         return self.predicted / self.measured - 1
+
+    @property
+    def roofline_relative(self) -> NDArray[np.float64]:
+        """The same of the seed's rule."""
+        return self.roofline / self.measured - 1
 
 
 def kernel_errors(tables: OperatorTables, gpu: str, *, eager: bool = False) -> list[KernelErrors]:
@@ -90,6 +104,7 @@ def kernel_errors(tables: OperatorTables, gpu: str, *, eager: bool = False) -> l
         calibrated = CalibratedGPUModel(
             model, constants, spec.tflops, spec.mem_bw_TBps, tp, step_overhead_s=0.0
         )
+        roofline = RooflineGPUModel(model, spec.tflops, spec.mem_bw_TBps, tp)
         blocks = num_gpu_blocks(
             model,
             memory_gb=spec.memory_gb,
@@ -100,9 +115,19 @@ def kernel_errors(tables: OperatorTables, gpu: str, *, eager: bool = False) -> l
         )
         for kind in KINDS:
             steps = list(_steps(tables, model, tp, kind, max_context=16 * blocks))
-            predicted = [calibrated.batch_latency(chunks, n, n * k) for chunks, (n, k) in steps]
-            measured = [tables.step_s(model, tp, *step, eager=eager) for step in steps]
-            results.append(KernelErrors(name, tp, kind, np.array(predicted), np.array(measured)))
+            batches = [(chunks, n, n * k) for chunks, (n, k) in steps]
+            results.append(
+                KernelErrors(
+                    name,
+                    tp,
+                    kind,
+                    predicted=np.array([calibrated.batch_latency(*batch) for batch in batches]),
+                    roofline=np.array([roofline.batch_latency(*batch) for batch in batches]),
+                    measured=np.array(
+                        [tables.step_s(model, tp, *step, eager=eager) for step in steps]
+                    ),
+                )
+            )
     return results
 
 

@@ -36,7 +36,7 @@ class Arguments:
 
     scenario: tyro.conf.Positional[str] = "rich-azconv"
     """Name or JSON file of a synthetic scenario."""
-    load: float = 0.9
+    load: float = 0.5
     """Share of the saturated FIFO service rate."""
     requests: int = 1000
     """Requests of a workload."""

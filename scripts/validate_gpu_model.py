@@ -67,6 +67,7 @@ def main(arguments: Arguments) -> None:
         console,
         f"The same with eager all-reduces in steps above {GRAPH_TOKENS} tokens",
     )
+    print_roofline(kernels, console)
     replays = {engine: replay(run, engine) for engine in arguments.engines}
     print_replays(run, replays, console)
     if arguments.plot:
@@ -110,6 +111,20 @@ def add_row(
         cells += [f"{np.nanmedian(relative):.1%}", f"{np.nanquantile(relative, 0.9):.1%}"]
         cells.append(str(len(relative)))
     table.add_row(label, *cells)
+
+
+def print_roofline(results: Sequence[KernelErrors], console: Console) -> None:
+    cells = []
+    for kind in KINDS:
+        relative = np.concatenate([e.roofline_relative for e in results if e.kind == kind])
+        low, middle, high = np.quantile(relative, (0.1, 0.5, 0.9))
+        cells.append(f"{kind} {middle:+.0%} ({low:+.0%} to {high:+.0%})")
+    console.print(
+        "roofline against the same kernel sums, median (10th to 90th percentile): "
+        + ", ".join(cells),
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def summary(relative: NDArray[np.float64]) -> str:

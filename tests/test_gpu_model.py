@@ -98,6 +98,18 @@ def test_roofline_takes_the_longest_prefill_or_the_decode() -> None:
     assert gpu.step_latency([], []) == 0.0
 
 
+def test_what_the_roofline_rule_lets_a_scheduler_exploit() -> None:
+    """Prefill beside decodes, and beside other prefill, is free by it; it is not on a GPU."""
+    roofline, calibrated = RooflineGPUModel(LLAMA, 989.0, 3.35, tp=1), ALL_MODELS["h100"]
+    decodes = [500] * 32
+    assert roofline.step_latency([(0, 256)], decodes) == roofline.step_latency([], decodes)
+    assert calibrated.step_latency([(0, 256)], decodes) > 1.25 * calibrated.step_latency(
+        [], decodes
+    )
+    assert roofline.step_latency([(0, 256)] * 8, []) == roofline.step_latency([(0, 256)], [])
+    assert calibrated.step_latency([(0, 256)] * 8, []) > 4 * calibrated.step_latency([(0, 256)], [])
+
+
 def test_roofline_divides_by_tp() -> None:
     one, four = (RooflineGPUModel(GRANITE, 989.5, 3.3, tp=tp) for tp in (1, 4))
     assert four.get_prefill_latency(3000, 700) == pytest.approx(
