@@ -178,3 +178,10 @@ def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert run.returncode == 2
     assert "absent.csv: not a readable CSV file" in run.stderr
+
+
+def test_the_documents_example_is_a_file_of_steps(tmp_path: Path) -> None:
+    text = (ROOT / "docs/gpu-model.md").read_text(encoding="utf-8")
+    path = tmp_path / "steps.csv"
+    path.write_text(text.split("```csv\n")[1].split("```")[0])
+    assert read_steps(path)[1] == MeasuredStep(((0, 256), (1024, 256)), 16, 12800, 0.0352)
