@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
@@ -388,13 +389,19 @@ class CalibratedGPUModel(GPUModel):
             step_overhead_s = default_step_overhead_s(tp)
         flops_per_s = tflops * TERA * tp
         linear_flops_per_s = constants.mfu_linear * flops_per_s
-        self._model = model
         self._q = constants.q
         self._inverse_q = 1 / constants.q
         self._token_s = 2 * model.layer_weights / linear_flops_per_s
         self._head_s = 2 * model.hidden * model.vocab / linear_flops_per_s
         bytes_per_s = mem_bw_TBps * TERA * tp
-        self._weight_bytes_per_s = constants.mbu_weights * bytes_per_s
+        weight_bytes_per_s = constants.mbu_weights * bytes_per_s
+
+        # A step has few different numbers of tokens, at most those of its budget.
+        @cache
+        def weights_s_to_q(tokens: int) -> float:
+            return float((model.forward_bytes(tokens) / weight_bytes_per_s) ** constants.q)
+
+        self._weights_s_to_q = weights_s_to_q
         # Half of a query-key pair's FLOPs, to count c * p + c**2 / 2 in whole numbers.
         half_pair_flops = 2 * model.layers * model.heads * model.head_dim
         self._half_pair_s = half_pair_flops / (constants.mfu_attention * flops_per_s)
@@ -414,8 +421,7 @@ class CalibratedGPUModel(GPUModel):
             half_pairs_growth += 2 * c * c
         num_seqs = len(chunks) + num_decodes
         linear_s = self._token_s * tokens + self._head_s * num_seqs
-        weights_s = self._model.forward_bytes(tokens) / self._weight_bytes_per_s
-        fused_s = (linear_s**self._q + weights_s**self._q) ** self._inverse_q
+        fused_s = (linear_s**self._q + self._weights_s_to_q(tokens)) ** self._inverse_q
         return (
             (fused_s + self._fixed_s + self._comm_token_s * tokens)
             + self._half_pair_s * (half_pairs + step * half_pairs_growth)
@@ -451,13 +457,19 @@ class SimpleGPUModel(GPUModel):
             ValueError: At tp > 1 without a bandwidth between the GPUs.
         """
         flops_per_s = constants.mfu * tflops * TERA * tp
-        self._model = model
-        self._bytes_per_s = constants.mbu * mem_bw_TBps * TERA * tp
+        bytes_per_s = constants.mbu * mem_bw_TBps * TERA * tp
+
+        # A step has few different numbers of tokens, at most those of its budget.
+        @cache
+        def weights_s(tokens: int) -> float:
+            return model.forward_bytes(tokens) / bytes_per_s
+
+        self._weights_s = weights_s
         self._token_s = 2 * model.layer_weights / flops_per_s
         self._head_s = 2 * model.hidden * model.vocab / flops_per_s
         # Half of a query-key pair's FLOPs, to count c * p + c**2 / 2 in whole numbers.
         self._half_pair_s = 2 * model.layers * model.heads * model.head_dim / flops_per_s
-        self._context_s = model.kv_bytes_per_token / self._bytes_per_s
+        self._context_s = model.kv_bytes_per_token / bytes_per_s
         self._comm_token_s, comm_s = _communication(model, constants, tp)
         self._fixed_s = constants.overhead_s + comm_s
 
@@ -479,7 +491,7 @@ class SimpleGPUModel(GPUModel):
         return (
             self._token_s * tokens
             + self._head_s * num_seqs
-            + self._model.forward_bytes(tokens) / self._bytes_per_s
+            + self._weights_s(tokens)
             + (self._fixed_s + self._comm_token_s * tokens)
             + self._half_pair_s * (half_pairs + step * half_pairs_growth)
             + self._context_s * (context + step * context_growth)
