@@ -65,7 +65,7 @@ def main(arguments: Arguments) -> None:
             allreduce_s=arguments.allreduce_s,
             link_bytes_per_s=arguments.link_bytes_per_s,
         )
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         Console(stderr=True).print(f"error: {error}", markup=False, soft_wrap=True)
         sys.exit(2)
     report(result, arguments, Console())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,9 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     console = Console()
+    if arguments.plot and find_spec("matplotlib") is None:
+        Console(stderr=True).print("error: --plot needs matplotlib (the extra calibrate)")
+        sys.exit(2)
     try:
         tables = OperatorTables(arguments.data)
         run = read_measured_run(arguments.data / arguments.run)

@@ -166,6 +166,7 @@ def fit(
 
     Raises:
         StepsError: The steps do not tell a constant.
+        ValueError: At tp > 1 without `link_bytes_per_s`.
         ImportError: SciPy is not installed (the extra `calibrate`).
     """
     links: dict[str, Any] = {"allreduce_s": allreduce_s, "link_bytes_per_s": link_bytes_per_s}
@@ -203,7 +204,10 @@ def _least_squares(
     ranges: dict[str, tuple[float, float, float, float]],
     make: Callable[[dict[str, float]], tuple[SimpleConstants | GPUConstants, GPUModel]],
 ) -> Fit:
-    from scipy.optimize import least_squares
+    try:
+        from scipy.optimize import least_squares
+    except ImportError as error:
+        raise ImportError(f"{error}: a fit needs SciPy (the extra calibrate)") from error
 
     if len(steps) < len(ranges):
         raise StepsError(f"got {len(steps)} steps; allowed: at least {len(ranges)}")
