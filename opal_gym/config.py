@@ -12,6 +12,7 @@ import difflib
 import json
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +27,13 @@ from pydantic import (
 )
 
 from opal_gym.config_errors import ConfigError, RefusedError, explain
-from opal_gym.sim.gpu_model import GPU_CONSTANTS
+from opal_gym.sim.gpu_model import (
+    GPU_CONSTANTS,
+    GPU_SPECS,
+    GPUConstants,
+    SimpleConstants,
+)
+from opal_gym.sim.hf_config import read_hf_config
 from opal_gym.sim.llm_model import MODELS, LLMModel, num_gpu_blocks
 
 __all__ = ["Config", "ConfigError", "load_config", "scenario_names"]
@@ -90,18 +97,33 @@ class SimulationConfig(Section):
 class ModelConfig(Section):
     """The served model."""
 
-    name: str = Field("llama-3.1-8b", description="A model of `opal_gym.sim.llm_model.MODELS`")
+    name: str = Field(
+        "llama-3.1-8b",
+        description="A model of `opal_gym.sim.llm_model.MODELS`; with `config_json`, any name",
+    )
+    config_json: str | None = Field(
+        None, description="Path of a Hugging Face config.json that gives the model's shape"
+    )
 
     @model_validator(mode="after")
     def _known(self) -> ModelConfig:
-        if self.name not in MODELS:
-            raise RefusedError("name", self.name, f"one of {', '.join(sorted(MODELS))}")
+        if self.config_json is None and self.name not in MODELS:
+            raise RefusedError(
+                "name", self.name, f"one of {', '.join(sorted(MODELS))}, or a config_json"
+            )
         return self
 
-    @property
+    @field_validator("config_json")
+    @classmethod
+    def _readable(cls, path: str | None) -> str | None:
+        if path is not None:
+            read_hf_config(path)
+        return path
+
+    @cached_property
     def shape(self) -> LLMModel:
         """The model's shape: layers, heads, parameters."""
-        return MODELS[self.name]
+        return MODELS[self.name] if self.config_json is None else read_hf_config(self.config_json)
 
 
 class WorkerParams(Section):
@@ -192,10 +214,13 @@ class HardwareConfig(Section):
     """The GPUs of one worker (seed, "hw")."""
 
     gpu: str = Field("H100", description="Name of the GPU, as the calibrated model knows it")
-    memory_gb: Positive = Field(80.0, description="Memory of one GPU in GiB")
-    tflops: Positive = Field(989.0, description="Dense bf16 peak of one GPU in TFLOPS")
+    memory_gb: Positive = Field(
+        description="Memory of one GPU in GiB; default, as of the next two: the datasheet's "
+        "(`opal_gym.sim.gpu_model.GPU_SPECS`); needed for other GPUs"
+    )
+    tflops: Positive = Field(description="Dense bf16 peak of one GPU in TFLOPS")
     mem_bw_TBps: Positive = Field(  # noqa: N815 - the seed's key
-        3.35, description="Memory bandwidth of one GPU in TB/s"
+        description="Memory bandwidth of one GPU in TB/s"
     )
     tp: Count = Field(1, description="Tensor-parallel degree; KV memory = tp * memory_gb")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
@@ -204,6 +229,15 @@ class HardwareConfig(Section):
     activation_reserve_gb: NonNegative = Field(
         0.0, description="GiB of each GPU kept for activations (0: the seed; 1.2-3 real)"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _datasheet(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        gpu = data.get("gpu", "H100")
+        known = isinstance(gpu, str) and gpu in GPU_SPECS
+        return {**GPU_SPECS[gpu]._asdict(), **data} if known else data
 
 
 class RooflineParams(Section):
@@ -217,8 +251,19 @@ class CalibratedParams(Section):
 
     model: Literal["calibrated"] = "calibrated"
     step_overhead_s: NonNegative | None = Field(
-        None, description="Host seconds per step; default 1.5 ms at tp 1, 3 ms at tp >= 2"
+        None,
+        description="Host seconds per step; default 1.5 ms at tp 1, 3 ms at tp >= 2 (vLLM of "
+        "2024-25; about 0 with asynchronous scheduling)",
     )
+    constants: GPUConstants | None = Field(
+        None, description="Constants of a fit of yours; default: those of worker.hw.gpu"
+    )
+
+
+class SimpleParams(SimpleConstants):
+    """FLOPs over a reached peak plus bytes over a reached bandwidth plus an overhead."""
+
+    model: Literal["simple"] = "simple"
 
 
 class SyntheticParams(Section):
@@ -244,7 +289,7 @@ class SyntheticParams(Section):
 
 
 InferenceParams = Annotated[
-    RooflineParams | CalibratedParams | SyntheticParams, Field(discriminator="model")
+    RooflineParams | CalibratedParams | SimpleParams | SyntheticParams, Field(discriminator="model")
 ]
 
 
@@ -256,8 +301,21 @@ class WorkerConfig(Section):
     )
     worker_params: WorkerParams = WorkerParams()
     vllm_params: VLLMSchedulerConfig = VLLMSchedulerConfig()
-    hw: HardwareConfig = HardwareConfig()
+    hw: HardwareConfig = HardwareConfig.model_validate({})
     inference_params: InferenceParams = RooflineParams()
+
+    @property
+    def gpu_constants(self) -> GPUConstants | SimpleConstants | None:
+        """The measured constants of the step times; None where there are none."""
+        timing = self.inference_params
+        if isinstance(timing, SimpleParams):
+            return timing
+        if not isinstance(timing, CalibratedParams):
+            return None
+        constants = timing.constants or GPU_CONSTANTS.get(self.hw.gpu)
+        if isinstance(constants, SimpleConstants) and timing.step_overhead_s is not None:
+            return constants.model_copy(update={"overhead_s": timing.step_overhead_s})
+        return constants
 
 
 class TierConfig(Section):
@@ -613,12 +671,19 @@ class Config(Section):
                 params.max_num_batched_tokens,
                 f"at least max_model_len = {self.max_model_len} where chunked_prefill is false",
             )
-        calibrated = isinstance(self.worker.inference_params, CalibratedParams)
-        if calibrated and hw.gpu not in GPU_CONSTANTS:
+        constants = self.worker.gpu_constants
+        if isinstance(self.worker.inference_params, CalibratedParams) and constants is None:
             raise RefusedError(
                 "worker.hw.gpu",
                 hw.gpu,
-                f"one of {', '.join(GPU_CONSTANTS)} for the calibrated model",
+                f"one of {', '.join(GPU_CONSTANTS)} for the calibrated model, unless "
+                "worker.inference_params.constants are given",
+            )
+        if hw.tp > 1 and constants is not None and constants.link_bytes_per_s is None:
+            raise RefusedError(
+                "worker.hw.tp",
+                hw.tp,
+                "1 where the timing's link_bytes_per_s, the bandwidth between the GPUs, is unknown",
             )
         if params.enable_prefix_caching and self.kvc.hash_block_tokens % params.block_size:
             raise RefusedError(

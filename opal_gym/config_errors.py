@@ -61,6 +61,8 @@ def _explain_one(data: Mapping[str, Any], model: type[BaseModel], detail: Any) -
     cause = context.get("error")
     if isinstance(cause, RefusedError):
         return f"{_join(path, cause.key)}: got {cause.value!r}; allowed: {cause.allowed}"
+    if isinstance(cause, ConfigError):
+        return f"{path}: {cause}"
     if kind == "extra_forbidden":
         return f"{path}: unknown key{_allowed_keys(model, detail['loc'])}"
     if kind == "missing":

@@ -843,6 +843,7 @@ GPU_MODELS: dict[str, dict[str, Any]] = {
     },
     "roofline": {"model": "roofline"},
     "calibrated": {"model": "calibrated"},
+    "simple": {"model": "simple", "mfu": 0.6, "mbu": 0.8, "overhead_s": 0.001},
 }
 
 
@@ -859,7 +860,7 @@ def test_spans_change_nothing_in_a_tight_crowd(model: str, rebuild_on: str, poli
     rng = np.random.default_rng(3)
     n = 40
     # Arrivals keep the worker busy at the step times of each model.
-    pace = {"context": 0.3, "roofline": 0.1, "calibrated": 0.1}[model]
+    pace = {"context": 0.3}.get(model, 0.1)
     rows = zip(
         np.cumsum(rng.exponential(pace, n)).tolist(),
         rng.integers(1, 60, n).tolist(),

@@ -13,16 +13,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
 
 from opal_gym.sim.llm_model import LLMModel
 
 TERA = 1e12
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 Chunk = tuple[int, int]
 """A prefill chunk: (tokens already in KV, new tokens)."""
@@ -222,53 +226,147 @@ class RooflineGPUModel(GPUModel):
         return latency
 
 
-@dataclass(frozen=True)
-class GPUConstants:
-    """Fitted constants of one GPU type, a row of the table in ``reference/gpu-model.md``.
+class GPUSpec(NamedTuple):
+    """Datasheet of one GPU.
 
     Attributes:
-        mfu_linear: Fraction of the peak FLOP/s that the matrices reach.
-        mbu_weights: Fraction of the bandwidth at which weights are read.
-        mfu_attention: Fraction of the peak FLOP/s that prefill attention reaches.
-        mbu_kv: Fraction of the bandwidth at which decode attention reads the KV cache.
-        q: Exponent that joins compute and weight reading; infinity would be their maximum.
-        layer_overhead_s: Time per layer, in seconds.
-        allreduce_s: Latency of one all-reduce, in seconds.
-        link_bytes_per_s: Bandwidth between the GPUs.
+        memory_gb: Memory, in GiB.
+        tflops: Peak of dense bf16 matrices, in 10**12 FLOP/s.
+        mem_bw_TBps: Memory bandwidth, in 10**12 bytes/s.
     """
 
-    mfu_linear: float
-    mbu_weights: float
-    mfu_attention: float
-    mbu_kv: float
-    q: float
-    layer_overhead_s: float
-    allreduce_s: float
-    link_bytes_per_s: float
+    memory_gb: float
+    tflops: float
+    mem_bw_TBps: float  # noqa: N815 - the name in the seed's configuration
 
 
 # H100 and H200 are the SXM modules, A100 the SXM module of 80 GB.
-GPU_CONSTANTS: Mapping[str, GPUConstants] = MappingProxyType(
+GPU_SPECS: Mapping[str, GPUSpec] = MappingProxyType(
     {
-        "H100": GPUConstants(0.705, 0.874, 0.650, 0.857, 2.23, 39.5e-6, 4.5e-6, 287e9),
-        "H200": GPUConstants(0.714, 0.857, 0.668, 0.828, 2.11, 40.7e-6, 3.8e-6, 328e9),
-        "A100": GPUConstants(0.802, 0.788, 0.586, 0.730, 1.54, 53.6e-6, 10.1e-6, 134e9),
+        "H100": GPUSpec(80.0, 989.0, 3.35),
+        "H200": GPUSpec(141.0, 989.0, 4.8),
+        "A100": GPUSpec(80.0, 312.0, 2.039),
+        "RTX 4090": GPUSpec(24.0, 165.2, 1.008),
     }
 )
-"""The fitted constants by GPU name."""
+"""The datasheets by GPU name. The fitted constants belong to these peaks and bandwidths."""
+
+
+class _Constants(BaseModel):
+    """Measured constants, in a form that a configuration can hold."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class GPUConstants(_Constants):
+    """Constants of `CalibratedGPUModel`, fitted to measured kernels or steps of one GPU type."""
+
+    mfu_linear: Positive = Field(description="Fraction of the peak that the matrices reach")
+    mbu_weights: Positive = Field(description="Fraction of the bandwidth at which weights are read")
+    mfu_attention: Positive = Field(
+        description="Fraction of the peak that prefill attention reaches"
+    )
+    mbu_kv: Positive = Field(
+        description="Fraction of the bandwidth at which decode attention reads the KV cache"
+    )
+    q: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
+        description="Exponent that joins compute and weight reading; 1: their sum; large: their "
+        "maximum"
+    )
+    layer_overhead_s: NonNegative = Field(description="Seconds per layer")
+    allreduce_s: NonNegative = Field(0.0, description="Latency of an all-reduce in s")
+    link_bytes_per_s: Positive | None = Field(
+        None, description="Bandwidth between the GPUs; needed at tp > 1"
+    )
+
+
+class SimpleConstants(_Constants):
+    """Constants of `SimpleGPUModel`."""
+
+    mfu: Positive = Field(description="Fraction of the peak FLOP/s that a step reaches")
+    mbu: Positive = Field(description="Fraction of the memory bandwidth that a step reaches")
+    overhead_s: NonNegative = Field(0.0, description="Seconds of any step, the host's included")
+    allreduce_s: NonNegative = Field(0.0, description="Latency of an all-reduce in s")
+    link_bytes_per_s: Positive | None = Field(
+        None, description="Bandwidth between the GPUs; needed at tp > 1"
+    )
+
+
+GPU_CONSTANTS: Mapping[str, GPUConstants | SimpleConstants] = MappingProxyType(
+    {
+        "H100": GPUConstants(
+            mfu_linear=0.705,
+            mbu_weights=0.874,
+            mfu_attention=0.650,
+            mbu_kv=0.857,
+            q=2.23,
+            layer_overhead_s=39.5e-6,
+            allreduce_s=4.5e-6,
+            link_bytes_per_s=287e9,
+        ),
+        "H200": GPUConstants(
+            mfu_linear=0.714,
+            mbu_weights=0.857,
+            mfu_attention=0.668,
+            mbu_kv=0.828,
+            q=2.11,
+            layer_overhead_s=40.7e-6,
+            allreduce_s=3.8e-6,
+            link_bytes_per_s=328e9,
+        ),
+        "A100": GPUConstants(
+            mfu_linear=0.802,
+            mbu_weights=0.788,
+            mfu_attention=0.586,
+            mbu_kv=0.730,
+            q=1.54,
+            layer_overhead_s=53.6e-6,
+            allreduce_s=10.1e-6,
+            link_bytes_per_s=134e9,
+        ),
+        # Fits, not shares: the card runs at higher clocks than its datasheet reckons with.
+        "RTX 4090": SimpleConstants(mfu=1.09, mbu=0.93),
+    }
+)
+"""The fitted constants by GPU name (the table of ``reference/gpu-model.md``)."""
+
+
+def default_step_overhead_s(tp: int) -> float:
+    """Host overhead of a step in vLLM of 2024-25, in s; about 0 with asynchronous scheduling.
+
+    Args:
+        tp: Number of GPUs (tensor parallelism).
+    """
+    return 1.5e-3 if tp == 1 else 3e-3
+
+
+def _communication(
+    model: LLMModel, constants: GPUConstants | SimpleConstants, tp: int
+) -> tuple[float, float]:
+    """What the all-reduces of a step cost: seconds per token, and seconds besides.
+
+    There are two in a layer; each moves 2 (tp - 1) / tp of the activations over the links.
+    """
+    if tp == 1:
+        return 0.0, 0.0
+    if constants.link_bytes_per_s is None:
+        raise ValueError(f"tp {tp} needs link_bytes_per_s, the bandwidth between the GPUs")
+    token_bytes = 2 * model.layers * model.hidden * model.dtype_bytes
+    token_s = token_bytes * 2 * (tp - 1) / tp / constants.link_bytes_per_s
+    return token_s, 2 * model.layers * constants.allreduce_s
 
 
 class CalibratedGPUModel(GPUModel):
     """One fused forward pass, with constants fitted to measured kernels.
 
-    Source: ``reference/gpu-model.md``. The constants belong to the peaks they were fitted with:
-    989 TFLOPS and 3.35 TB/s (H100), 989 and 4.8 (H200), 312 and 2.039 (A100).
+    Source: ``reference/gpu-model.md``. Tensor parallelism divides FLOPs and bytes, a mixture's
+    experts included (each is split over the GPUs); the constants were fitted on dense models.
     """
 
     def __init__(
         self,
         model: LLMModel,
-        gpu: str,
+        constants: GPUConstants,
         tflops: float,
         mem_bw_TBps: float,  # noqa: N803 - the name in the seed's configuration
         tp: int,
@@ -278,41 +376,38 @@ class CalibratedGPUModel(GPUModel):
 
         Args:
             model: The model served.
-            gpu: A key of ``GPU_CONSTANTS``.
+            constants: Those fitted with this peak and bandwidth.
             tflops: Peak of one GPU, in 10**12 FLOP/s (bf16, dense).
             mem_bw_TBps: Memory bandwidth of one GPU, in 10**12 bytes/s.
             tp: Number of GPUs (tensor parallelism).
-            step_overhead_s: Host overhead of a step, in seconds; None takes that of vLLM in
-                2024-25, 1.5 ms on one GPU and 3 ms on more.
+            step_overhead_s: Host overhead of a step, in seconds; None: the default of `tp`.
 
         Raises:
-            ValueError: If the GPU has no constants.
+            ValueError: At tp > 1 without a bandwidth between the GPUs.
         """
-        if gpu not in GPU_CONSTANTS:
-            allowed = ", ".join(sorted(GPU_CONSTANTS))
-            raise ValueError(f"no calibrated constants for GPU {gpu!r}; allowed: {allowed}")
-        k = GPU_CONSTANTS[gpu]
         if step_overhead_s is None:
-            step_overhead_s = 1.5e-3 if tp == 1 else 3e-3
+            step_overhead_s = default_step_overhead_s(tp)
         flops_per_s = tflops * TERA * tp
-        bytes_per_s = mem_bw_TBps * TERA * tp
-        linear_flops_per_s = k.mfu_linear * flops_per_s
-        self._q = k.q
-        self._inverse_q = 1 / k.q
+        linear_flops_per_s = constants.mfu_linear * flops_per_s
+        self._q = constants.q
+        self._inverse_q = 1 / constants.q
         self._token_s = 2 * model.layer_weights / linear_flops_per_s
         self._head_s = 2 * model.hidden * model.vocab / linear_flops_per_s
-        self._weights_s_to_q = (model.forward_bytes / (k.mbu_weights * bytes_per_s)) ** k.q
+        bytes_per_s = mem_bw_TBps * TERA * tp
+        weight_bytes_per_s = constants.mbu_weights * bytes_per_s
+
+        # A step has few different numbers of tokens, at most those of its budget.
+        @cache
+        def weights_s_to_q(tokens: int) -> float:
+            return float((model.forward_bytes(tokens) / weight_bytes_per_s) ** constants.q)
+
+        self._weights_s_to_q = weights_s_to_q
         # Half of a query-key pair's FLOPs, to count c * p + c**2 / 2 in whole numbers.
         half_pair_flops = 2 * model.layers * model.heads * model.head_dim
-        self._half_pair_s = half_pair_flops / (k.mfu_attention * flops_per_s)
-        self._context_s = model.kv_bytes_per_token / (k.mbu_kv * bytes_per_s)
-        self._fixed_s = model.layers * k.layer_overhead_s + step_overhead_s
-        self._comm_token_s = 0.0
-        if tp > 1:
-            # Two all-reduces per layer, each moving 2 (tp - 1) / tp of the activations.
-            token_bytes = 2 * model.layers * model.hidden * model.dtype_bytes
-            self._comm_token_s = token_bytes * 2 * (tp - 1) / tp / k.link_bytes_per_s
-            self._fixed_s += 2 * model.layers * k.allreduce_s
+        self._half_pair_s = half_pair_flops / (constants.mfu_attention * flops_per_s)
+        self._context_s = model.kv_bytes_per_token / (constants.mbu_kv * bytes_per_s)
+        self._comm_token_s, comm_s = _communication(model, constants, tp)
+        self._fixed_s = model.layers * constants.layer_overhead_s + step_overhead_s + comm_s
 
     def _latency(
         self, chunks: Sequence[Chunk], num_decodes: int, decode_context: int, step: Any
@@ -326,11 +421,80 @@ class CalibratedGPUModel(GPUModel):
             half_pairs_growth += 2 * c * c
         num_seqs = len(chunks) + num_decodes
         linear_s = self._token_s * tokens + self._head_s * num_seqs
-        fused_s = (linear_s**self._q + self._weights_s_to_q) ** self._inverse_q
+        fused_s = (linear_s**self._q + self._weights_s_to_q(tokens)) ** self._inverse_q
         return (
             (fused_s + self._fixed_s + self._comm_token_s * tokens)
             + self._half_pair_s * (half_pairs + step * half_pairs_growth)
             + self._context_s * (decode_context + step * num_decodes)
+        )
+
+
+class SimpleGPUModel(GPUModel):
+    """FLOPs over a reached peak, plus bytes over a reached bandwidth, plus an overhead.
+
+    Source: the simple form of ``reference/gpu-model.md``, for a GPU without a fit of its own and
+    for one that few measured steps are known of.
+    """
+
+    def __init__(
+        self,
+        model: LLMModel,
+        constants: SimpleConstants,
+        tflops: float,
+        mem_bw_TBps: float,  # noqa: N803 - the name in the seed's configuration
+        tp: int,
+    ) -> None:
+        """Precomputes the coefficients.
+
+        Args:
+            model: The model served.
+            constants: Those fitted with this peak and bandwidth.
+            tflops: Peak of one GPU, in 10**12 FLOP/s (bf16, dense).
+            mem_bw_TBps: Memory bandwidth of one GPU, in 10**12 bytes/s.
+            tp: Number of GPUs (tensor parallelism).
+
+        Raises:
+            ValueError: At tp > 1 without a bandwidth between the GPUs.
+        """
+        flops_per_s = constants.mfu * tflops * TERA * tp
+        bytes_per_s = constants.mbu * mem_bw_TBps * TERA * tp
+
+        # A step has few different numbers of tokens, at most those of its budget.
+        @cache
+        def weights_s(tokens: int) -> float:
+            return model.forward_bytes(tokens) / bytes_per_s
+
+        self._weights_s = weights_s
+        self._token_s = 2 * model.layer_weights / flops_per_s
+        self._head_s = 2 * model.hidden * model.vocab / flops_per_s
+        # Half of a query-key pair's FLOPs, to count c * p + c**2 / 2 in whole numbers.
+        self._half_pair_s = 2 * model.layers * model.heads * model.head_dim / flops_per_s
+        self._context_s = model.kv_bytes_per_token / bytes_per_s
+        self._comm_token_s, comm_s = _communication(model, constants, tp)
+        self._fixed_s = constants.overhead_s + comm_s
+
+    def _latency(
+        self, chunks: Sequence[Chunk], num_decodes: int, decode_context: int, step: Any
+    ) -> Any:
+        tokens = num_decodes
+        half_pairs = 2 * decode_context
+        half_pairs_growth = 2 * num_decodes
+        context = decode_context
+        context_growth = num_decodes
+        for p, c in chunks:
+            tokens += c
+            half_pairs += c * (2 * p + c)
+            half_pairs_growth += 2 * c * c
+            context += p + c
+            context_growth += c
+        num_seqs = len(chunks) + num_decodes
+        return (
+            self._token_s * tokens
+            + self._head_s * num_seqs
+            + self._weights_s(tokens)
+            + (self._fixed_s + self._comm_token_s * tokens)
+            + self._half_pair_s * (half_pairs + step * half_pairs_growth)
+            + self._context_s * (context + step * context_growth)
         )
 
 

@@ -8,13 +8,15 @@ from collections.abc import Collection, Generator
 import numpy as np
 import simpy
 
-from opal_gym.config import CalibratedParams, Config, RooflineParams
+from opal_gym.config import CalibratedParams, Config, RooflineParams, SyntheticParams
 from opal_gym.sim.clock import Signal, SimEnvironment
 from opal_gym.sim.decision import Decision, DecisionKind, Policy
 from opal_gym.sim.gpu_model import (
     CalibratedGPUModel,
     GPUModel,
     RooflineGPUModel,
+    SimpleConstants,
+    SimpleGPUModel,
     SyntheticGPUModel,
 )
 from opal_gym.sim.kvcache import OpalKVCacheEngine
@@ -234,15 +236,20 @@ def make_gpu_model(config: Config) -> GPUModel:
     params, hw, shape = config.worker.inference_params, config.worker.hw, config.model.shape
     if isinstance(params, RooflineParams):
         return RooflineGPUModel(shape, hw.tflops, hw.mem_bw_TBps, hw.tp)
-    if isinstance(params, CalibratedParams):
-        return CalibratedGPUModel(
-            shape, hw.gpu, hw.tflops, hw.mem_bw_TBps, hw.tp, params.step_overhead_s
+    if isinstance(params, SyntheticParams):
+        return SyntheticGPUModel(
+            params.base_s,
+            params.per_prefill_token_s,
+            params.per_decode_s,
+            params.per_context_token_s,
         )
-    return SyntheticGPUModel(
-        params.base_s,
-        params.per_prefill_token_s,
-        params.per_decode_s,
-        params.per_context_token_s,
+    constants = config.worker.gpu_constants
+    if isinstance(constants, SimpleConstants):
+        return SimpleGPUModel(shape, constants, hw.tflops, hw.mem_bw_TBps, hw.tp)
+    assert isinstance(params, CalibratedParams)
+    assert constants is not None
+    return CalibratedGPUModel(
+        shape, constants, hw.tflops, hw.mem_bw_TBps, hw.tp, params.step_overhead_s
     )
 
 
