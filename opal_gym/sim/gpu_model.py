@@ -37,7 +37,7 @@ class GPUModel(ABC):
 
     @abstractmethod
     def _latency(
-        self, chunks: Sequence[Chunk], num_decodes: int, decode_context: int, step: Any
+        self, chunks: Sequence[Chunk], num_decodes: int, decode_context: float, step: Any
     ) -> Any:
         """Latency of a step of a span in which the batch does not change.
 
@@ -174,9 +174,8 @@ class GPUModel(ABC):
         num_steps = stop - start
         if num_steps == 0:
             return 0.0
-        first = self.batch_latency((), 1, start)
-        last = self.batch_latency((), 1, stop - 1)
-        return num_steps * (first + last) / 2
+        mean = self._latency((), 1, (start + stop - 1) / 2, 0)
+        return num_steps * float(mean)
 
 
 class RooflineGPUModel(GPUModel):
@@ -213,7 +212,7 @@ class RooflineGPUModel(GPUModel):
         self._context_s = model.kv_bytes_per_token / bytes_per_s
 
     def _latency(
-        self, chunks: Sequence[Chunk], num_decodes: int, decode_context: int, step: Any
+        self, chunks: Sequence[Chunk], num_decodes: int, decode_context: float, step: Any
     ) -> Any:
         larger: Any = max if isinstance(step, int) else np.maximum
         latency: Any = 0.0
@@ -410,21 +409,20 @@ class CalibratedGPUModel(GPUModel):
         self._fixed_s = model.layers * constants.layer_overhead_s + step_overhead_s + comm_s
 
     def _latency(
-        self, chunks: Sequence[Chunk], num_decodes: int, decode_context: int, step: Any
+        self, chunks: Sequence[Chunk], num_decodes: int, decode_context: float, step: Any
     ) -> Any:
         tokens = num_decodes
         half_pairs = 0
-        half_pairs_growth = 0
         for p, c in chunks:
             tokens += c
-            half_pairs += c * (2 * p + c)
-            half_pairs_growth += 2 * c * c
+            # Without chunks this stays a number, which spares operations on arrays of zeros.
+            half_pairs += c * (2 * p + c) + step * (2 * c * c)
         num_seqs = len(chunks) + num_decodes
         linear_s = self._token_s * tokens + self._head_s * num_seqs
         fused_s = (linear_s**self._q + self._weights_s_to_q(tokens)) ** self._inverse_q
         return (
             (fused_s + self._fixed_s + self._comm_token_s * tokens)
-            + self._half_pair_s * (half_pairs + step * half_pairs_growth)
+            + self._half_pair_s * half_pairs
             + self._context_s * (decode_context + step * num_decodes)
         )
 
@@ -474,7 +472,7 @@ class SimpleGPUModel(GPUModel):
         self._fixed_s = constants.overhead_s + comm_s
 
     def _latency(
-        self, chunks: Sequence[Chunk], num_decodes: int, decode_context: int, step: Any
+        self, chunks: Sequence[Chunk], num_decodes: int, decode_context: float, step: Any
     ) -> Any:
         tokens = num_decodes
         half_pairs = 2 * decode_context
@@ -522,7 +520,7 @@ class SyntheticGPUModel(GPUModel):
         self._per_context_token_s = per_context_token_s
 
     def _latency(
-        self, chunks: Sequence[Chunk], num_decodes: int, decode_context: int, step: Any
+        self, chunks: Sequence[Chunk], num_decodes: int, decode_context: float, step: Any
     ) -> Any:
         new_tokens = sum(c for _, c in chunks)
         return (

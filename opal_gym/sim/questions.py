@@ -194,18 +194,9 @@ class Running(NamedTuple):
 # --------------------------------------------------------------------------------- ADMIT
 
 
-class Fitting(NamedTuple):
-    """A waiting request that fits now.
-
-    Attributes:
-        place: Its place in the queue.
-        request: The request.
-        blocks: Blocks that its first chunk or its fetch needs.
-    """
-
-    place: int
-    request: VLLMSchedulerRequest
-    blocks: int
+Fitting = tuple[int, VLLMSchedulerRequest, int]
+"""A waiting request that fits now: its place in the queue, the request, the blocks that its first
+chunk or its fetch needs."""
 
 
 def admit_question(
@@ -220,14 +211,12 @@ def admit_question(
     if not fitting:
         return None
     # Tuples compare by place first: sorting restores the queue's order.
-    chosen = sorted(
-        _first_half_then(fitting, worker.max_candidates, lambda fit: fit.request.kv_area)
-    )
+    chosen = sorted(_first_half_then(fitting, worker.max_candidates, lambda fit: fit[1].kv_area))
     stop_allowed = bool(worker.batch) or worker.in_flight > 0
     return _question(
         worker,
         DecisionKind.ADMIT,
-        [fit.request for fit in chosen],
+        [request for _, request, _ in chosen],
         table=lambda: _admit_table(worker, chosen),
         baseline=0 if walk_reaches or not stop_allowed else STOP,
         stop_allowed=stop_allowed,
@@ -272,14 +261,14 @@ def fits(
             walk_ended = True
         elif is_fetch or slots_free:
             walk_reaches |= not (fitting or walk_ended)
-            fitting.append(Fitting(place, request, blocks))
+            fitting.append((place, request, blocks))
     return fitting, walk_reaches
 
 
 def _admit_table(worker: LLMWorkerVLLMScheduler, candidates: Sequence[Fitting]) -> CandidateTable:
-    data = worker.table.data.take([candidate.request.row for candidate in candidates], axis=0)
+    data = worker.table.data.take([request.row for _, request, _ in candidates], axis=0)
     values, pool = _request_features(worker, data), worker.pool.total
-    values[:, BLOCKS_NEEDED] = [candidate.blocks / pool for candidate in candidates]
+    values[:, BLOCKS_NEEDED] = [blocks / pool for _, _, blocks in candidates]
     peaks = worker.peak_kv().with_candidates(data[:, PROMPT], data[:, PREDICTED_REMAINING])
     np.divide(peaks, pool * worker.block_size, out=values[:, PREDICTED_PEAK_KV])
     return CandidateTable(values, data[:, REQUEST_ID].astype(np.int64))
