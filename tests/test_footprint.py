@@ -160,6 +160,8 @@ def test_memory_is_flat_over_2_000_resets() -> None:
     objects, size = sizes()
     for _ in range(2000):
         env.reset(seed=0)
-    assert sizes()[0] == objects
-    assert sizes()[1] - size < 10_000
+    more_objects, more_size = sizes()
     tracemalloc.stop()
+    # One object a reset would be 2,000; a few may come from elsewhere in this process.
+    assert more_objects - objects < 50
+    assert more_size - size < 20_000
