@@ -91,21 +91,30 @@ class BatchMetadata:
         self.request_tokens[request.request_id] = 1
         offset = request.prompt_tokens - request.origin_step
         self._context_offset += offset
-        self._block_classes[-offset % self._block_size] += 1
+        self._block_classes[self._block_class(offset)] += 1
         finish = request.origin_step + request.llm_request.output_tokens
         heappush(self._finishes, (finish, request.request_id, request))
 
     def remove(self, request: VLLMSchedulerRequest) -> None:
         """Takes a request out of the batch, its progress and blocks kept."""
-        if self.decode_requests.pop(request.request_id, None) is not None:
-            offset = request.prompt_tokens - request.origin_step
-            self._context_offset -= offset
-            self._block_classes[-offset % self._block_size] -= 1
-            request.leave_decode()
+        if request.request_id in self.decode_requests:
+            self.leave_lockstep(request)
         else:
             del self.prefill_requests[request.request_id]
         self._rows.remove(request.row)
         self.request_tokens.pop(request.request_id, None)
+
+    def leave_lockstep(self, request: VLLMSchedulerRequest) -> None:
+        """Takes a request out of the decodes; its progress is noted."""
+        del self.decode_requests[request.request_id]
+        offset = request.prompt_tokens - request.origin_step
+        self._context_offset -= offset
+        self._block_classes[self._block_class(offset)] -= 1
+        request.leave_decode()
+
+    def _block_class(self, offset: int) -> int:
+        """The step count, mod block_size, at which the last block of a decode is full."""
+        return -offset % self._block_size
 
     def steps_to_completion(self) -> int | None:
         """Steps until the next decode completes, at least 0; None without decodes."""

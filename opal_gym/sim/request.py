@@ -257,6 +257,11 @@ class VLLMSchedulerRequest(SchedulerRequest):
         return self.prompt_processed + self.decode_tokens_generated
 
     @property
+    def prefilled(self) -> bool:
+        """Whether its prefill is complete."""
+        return self.prompt_processed == self.prompt_tokens
+
+    @property
     def allocated_blocks(self) -> int:
         """GPU blocks that it holds, the coming step's included once that is scheduled."""
         if self.phase is RequestPhase.DECODE:
@@ -399,7 +404,7 @@ class VLLMSchedulerRequest(SchedulerRequest):
 
     def _note_computed(self) -> None:
         """Counts what was computed since the last (re)start and had been computed before."""
-        computed = range(self.prefix_tokens, self.prompt_processed + self._generated)
+        computed = range(self.prefix_tokens, self.tokens_held)
         before, self._computed = self._computed, [computed]
         for old in before:
             both = range(max(old.start, computed.start), min(old.stop, computed.stop))

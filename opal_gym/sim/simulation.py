@@ -27,9 +27,16 @@ from opal_gym.sim.request import LLMRequest
 from opal_gym.sim.router import Router
 from opal_gym.sim.single_stage_worker import LLMWorkerSingleStage
 from opal_gym.sim.timeseries import TimeSeries
+from opal_gym.sim.vllm_v1.worker import LLMWorkerVLLMV1
 from opal_gym.sim.vllm_worker import LLMWorkerVLLMScheduler
 from opal_gym.sim.workloads.streams import Stream, generator
 from opal_gym.sim.workloads.workload import Workload
+
+VLLM_WORKERS: dict[str, type[LLMWorkerVLLMScheduler]] = {
+    "opal": LLMWorkerVLLMScheduler,
+    "vllm_v1": LLMWorkerVLLMV1,
+}
+"""The worker of each engine."""
 
 
 class Simulation:
@@ -115,7 +122,7 @@ class Simulation:
             return LLMWorkerSingleStage(
                 self.env, config, gpu_model, engine, self.ledger, self.router, reporter, worker_id
             )
-        return LLMWorkerVLLMScheduler(
+        return VLLM_WORKERS[config.worker.vllm_params.engine](
             self.env,
             config,
             gpu_model,
