@@ -5,16 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import simpy
+from simpy.events import URGENT
 
 from opal_gym.config import Config
+from opal_gym.sim.clock import BOUNDARY
 from opal_gym.sim.gpu_model import GPUModel
 from opal_gym.sim.kvcache import OpalKVCacheEngine
 from opal_gym.sim.questions import StepPlan
@@ -104,18 +106,32 @@ class Load:
 
 
 @dataclass
+class ByStep:
+    """An arrival with the beginning of a step.
+
+    It stands in the queue before those that arrive by the clock during the step before.
+
+    Attributes:
+        step: Number of the step, empty ones counted.
+        early: When the step before begins, s; None: that step was empty.
+    """
+
+    step: int
+    early: float | None
+
+
+@dataclass
 class Case:
     """A recording as a configuration and a workload; ids are places in order of arrival.
 
-    A request with an `arrival_step` stands in the queue before those that arrive by the clock
-    during the step before. `early` says when that step begins.
+    `by_step` holds, by id, the requests that arrive with a step.
     """
 
     config: Config
     workload: Workload
     names: list[str]
     loads: list[Load] = field(default_factory=list)
-    early: dict[int, float] = field(default_factory=dict)
+    by_step: dict[int, ByStep] = field(default_factory=dict)
 
 
 def case(trace: Trace, *, step_by_step: bool) -> Case:
@@ -165,18 +181,18 @@ def case(trace: Trace, *, step_by_step: bool) -> Case:
         **column,
     )
     loads = [Load(r.get("ext_tokens", 0), r.get("fetch_time", 0.0)) for r in requests]
-    starts = [step["time"] for step in trace["steps"]]
-    early = {
-        row: starts[bisect_left(starts, time) - 1]
-        for row, time in enumerate(workload.arrival_time.tolist())
-        if "arrival_step" in requests[row] and time > starts[0]
+    begins = {step["step"]: step["time"] for step in trace["steps"]}
+    by_step = {
+        row: ByStep(request["arrival_step"], begins.get(request["arrival_step"] - 1))
+        for row, request in enumerate(requests)
+        if "arrival_step" in request
     }
     return Case(
         config,
         workload,
         [request["id"] for request in requests],
         loads if given["kv_connector"] else [],
-        early,
+        by_step,
     )
 
 
@@ -209,11 +225,20 @@ class ReplayWorker(LLMWorkerVLLMV1):
     def begin_notes(self, case: Case) -> None:
         self.case = case
         self.noted: list[Step] = []
+        self.steps_begun = 0
         self._preempted: list[str] = []
 
     @property
     def is_running(self) -> bool:
         return self._span is not None
+
+    def _scheduler_step(self) -> Generator[simpy.Event, Any, bool]:
+        worked = yield from super()._scheduler_step()
+        if not worked:
+            self.steps_begun += 1
+            if self._preempted:
+                self.noted.append(self._note())
+        return worked
 
     def remote_tokens(self, request: V1Request) -> int:
         if not self.case.loads:
@@ -229,19 +254,23 @@ class ReplayWorker(LLMWorkerVLLMV1):
         self._preempted.append(self.case.names[request.request_id])
 
     def _start_span(self, plan: StepPlan) -> Span:
-        self._noting = Step(
+        self._noting = self._note()
+        return super()._start_span(plan)
+
+    def _note(self) -> Step:
+        preempted, self._preempted = self._preempted, []
+        return Step(
             self.env.now,
             {self.case.names[key]: n for key, n in self.batch.request_tokens.items()},
-            self._preempted,
+            preempted,
             len(self.batch),
             len(self.waiting_requests),
             self.pool.free,
         )
-        self._preempted = []
-        return super()._start_span(plan)
 
     def _update_request_states_and_stats(self, span: Span) -> None:
         first = self._noting
+        self.steps_begun += span.steps
         self.noted.append(first)
         free = first.free_blocks
         later = self._blocks_by_step(span.plan, span.steps)[: span.steps - 1].tolist()
@@ -273,15 +302,21 @@ class Replay(Simulation):
 
     def _arrivals(self) -> Process:
         for request in self.workload:
-            self.env.process(self._arrive(request, self.case.early.get(request.request_id)))
+            self.env.process(self._arrive(request, self.case.by_step.get(request.request_id)))
         return
         yield
 
-    def _arrive(self, request: LLMRequest, early: float | None) -> Process:
-        if early is not None:
-            yield self.env.at(math.nextafter(early, math.inf))
-        if early is None or not self.workers[0].is_running:
+    def _arrive(self, request: LLMRequest, by_step: ByStep | None) -> Process:
+        worker = self.workers[0]
+        if by_step is None:
             yield self.env.at(request.arrival_time)
+        else:
+            if by_step.early is not None:
+                yield self.env.at(math.nextafter(by_step.early, math.inf))
+            if not worker.is_running:
+                yield self.env.at(request.arrival_time, URGENT)
+                while worker.steps_begun < by_step.step:
+                    yield self.env.at(self.env.now, BOUNDARY)
         self.router.route(request)
 
     @property

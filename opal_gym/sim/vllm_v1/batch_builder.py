@@ -29,7 +29,11 @@ class V1BatchBuilder(BatchBuilder):
         self._tokens: dict[V1Request, int] = {}
 
     def build(self) -> Generator[simpy.Event, Any, StepPlan | None]:
-        """Schedules one step; its blocks are taken in vLLM's order."""
+        """Schedules one step; its blocks are taken in vLLM's order.
+
+        Returns:
+            The step; None where it evicted all that ran, and loads or stores under way will end.
+        """
         worker, params = self._worker, self._worker.params
         self.made_room = False
         self._tokens = {}
@@ -46,6 +50,8 @@ class V1BatchBuilder(BatchBuilder):
         # Whoever was evicted would walk back into its blocks.
         if not self.made_room:
             yield from self._admit_waiting()
+        if self.made_room and not worker.batch and worker.in_flight:
+            return None
         return self._begin_step()
 
     def plan_step(self) -> StepPlan:
