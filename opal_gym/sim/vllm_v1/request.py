@@ -7,7 +7,7 @@ import math
 from opal_gym.sim.blocks import blocks_of
 from opal_gym.sim.request import LLMRequest, RequestPhase, VLLMSchedulerRequest
 from opal_gym.sim.steps import StepLog
-from opal_gym.sim.table import DELIVERED, ORIGIN_STEP, PREDICTED_REMAINING, RequestTable
+from opal_gym.sim.table import DELIVERED, ORIGIN_STEP, PREDICTED_REMAINING, PROMPT_REMAINING, RequestTable
 from opal_gym.sim.vllm_v1.blocks import Content
 
 
@@ -129,8 +129,15 @@ class V1Request(VLLMSchedulerRequest):
         self.prefix_tokens = 0
         self.parked = self.promoted = False
         self._process(0)
-        self._start_from(0, 0)
         self._set(PREDICTED_REMAINING, self.predicted_remaining)
+
+    def _process(self, tokens: int) -> None:
+        """Its first `tokens` known tokens are in KV; the others are its prefill's rest."""
+        self.prompt_processed = tokens
+        self._set(PROMPT_REMAINING, self.prompt_tokens + self._generated - tokens)
+
+    def _start_from(self, tokens: int, blocks: int) -> None:
+        """The seed's note of a waiting request's match; here it is looked up when it is decided."""
 
     def promote(self) -> None:
         """Its remote load has ended and the scheduler has seen it; one token is left to compute."""
