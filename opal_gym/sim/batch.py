@@ -97,20 +97,15 @@ class BatchMetadata:
 
     def remove(self, request: VLLMSchedulerRequest) -> None:
         """Takes a request out of the batch, its progress and blocks kept."""
-        if request.request_id in self.decode_requests:
-            self.leave_lockstep(request)
+        if self.decode_requests.pop(request.request_id, None) is not None:
+            offset = request.prompt_tokens - request.origin_step
+            self._context_offset -= offset
+            self._block_classes[self._block_class(offset)] -= 1
+            request.leave_decode()
         else:
             del self.prefill_requests[request.request_id]
         self._rows.remove(request.row)
         self.request_tokens.pop(request.request_id, None)
-
-    def leave_lockstep(self, request: VLLMSchedulerRequest) -> None:
-        """Takes a request out of the decodes; its progress is noted."""
-        del self.decode_requests[request.request_id]
-        offset = request.prompt_tokens - request.origin_step
-        self._context_offset -= offset
-        self._block_classes[self._block_class(offset)] -= 1
-        request.leave_decode()
 
     def _block_class(self, offset: int) -> int:
         """The step count, mod block_size, at which the last block of a decode is full."""

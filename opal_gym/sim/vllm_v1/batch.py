@@ -14,7 +14,7 @@ class RunningBatch(BatchMetadata):
     """Running requests in admission order.
 
     `decode_requests` are those in lockstep, which make a token in every step; `prefill_requests`
-    are the others: prefills, and decodes for which the last step had no token left.
+    are the others.
 
     Attributes:
         running: All of them by id, in admission order.
@@ -38,14 +38,11 @@ class RunningBatch(BatchMetadata):
         super().remove(request)
         del self.running[request.request_id]
 
-    def stall(self, request: VLLMSchedulerRequest) -> None:
-        """A decode for which the coming step has no token left leaves the lockstep."""
-        self.leave_lockstep(request)
-        self.prefill_requests[request.request_id] = request
-
     def completed(self) -> list[VLLMSchedulerRequest]:
         """Requests that have made all their tokens, in admission order."""
-        return sorted(super().completed(), key=lambda request: request.admission)
+        # One that went and came back without a step in between has two entries for one finish.
+        completed = {request.request_id: request for request in super().completed()}
+        return sorted(completed.values(), key=lambda request: request.admission)
 
     def _block_class(self, offset: int) -> int:
         """The newest token is not in KV, so a block is full one step later."""

@@ -10,7 +10,7 @@ import simpy
 from opal_gym.sim.batch_builder import BatchBuilder
 from opal_gym.sim.blocks import blocks_of
 from opal_gym.sim.questions import StepPlan
-from opal_gym.sim.vllm_v1.admission import Admission, TokenBudget, admissible, may_admit
+from opal_gym.sim.vllm_v1.admission import Admission, TokenBudget, may_admit
 from opal_gym.sim.vllm_v1.questions import admit_question, chunk_question, preempt_question
 from opal_gym.sim.vllm_v1.request import V1Request
 
@@ -27,15 +27,16 @@ class V1BatchBuilder(BatchBuilder):
         super().__init__(worker)
         self._budget = TokenBudget(0, 0, 0)
         self._tokens: dict[V1Request, int] = {}
+        self._waits = False
 
     def build(self) -> Generator[simpy.Event, Any, StepPlan | None]:
         """Schedules one step; its blocks are taken in vLLM's order.
 
         Returns:
-            The step; None where it evicted all that ran, and loads or stores under way will end.
+            The step; None where nothing of it runs, and loads or stores under way will end.
         """
         worker, params = self._worker, self._worker.params
-        self.made_room = False
+        self.made_room = self._waits = False
         self._tokens = {}
         self.chunk_budget = yield from self._choose_chunk_budget()
         # The cap keeps a long prompt from starving others: one that is alone starves nobody.
@@ -48,11 +49,10 @@ class V1BatchBuilder(BatchBuilder):
         else:
             yield from self._schedule_running()
         # Whoever was evicted would walk back into its blocks.
-        if not self.made_room:
+        if not (self.made_room or self._waits):
             yield from self._admit_waiting()
-        if self.made_room and not worker.batch and worker.in_flight:
-            return None
-        return self._begin_step()
+        is_idle = self._waits or (self.made_room and not worker.batch)
+        return None if is_idle and worker.in_flight else self._begin_step()
 
     def plan_step(self) -> StepPlan:
         """One more step of a batch of decodes."""
@@ -85,11 +85,12 @@ class V1BatchBuilder(BatchBuilder):
         for request in list(batch.running.values()):
             if request.request_id not in batch.running:
                 continue
+            # A decode gets its token: what stands before it left some when it was admitted, and
+            # asks for no more since.
             tokens = self._budget.share(request.rest)
+            assert tokens or not request.in_lockstep
             if tokens:
                 yield from self._schedule(request, tokens)
-            elif request.in_lockstep:
-                batch.stall(request)
 
     def _schedule(self, request: V1Request, tokens: int) -> Generator[simpy.Event, Any, None]:
         """Takes a running request's blocks and tokens, evicting others, or itself, for them."""
@@ -97,6 +98,11 @@ class V1BatchBuilder(BatchBuilder):
         held = request.tokens_held + tokens
         blocks = blocks_of(held, worker.block_size) - request.allocated_blocks
         while blocks > worker.pool.free:
+            if len(worker.batch) == 1 and request is worker.protected:
+                self._waits = not worker.take_back_blocks()
+                if self._waits:
+                    return
+                continue
             victim = yield from self._evict()
             if victim is request:
                 return
@@ -122,13 +128,11 @@ class V1BatchBuilder(BatchBuilder):
             worker.promote_next()
             question = admit_question(worker, self._budget)
             if question is None:
-                break
+                return
             chosen = yield from self._ask(question)
             if chosen is None:
                 return
             self._admit(chosen)
-        if worker.waiting_requests and not (worker.batch or worker.in_flight):
-            self._force_progress()
 
     def _admit(self, admission: Admission) -> None:
         """Puts a request that fits into the batch, or issues its remote load."""
@@ -139,11 +143,3 @@ class V1BatchBuilder(BatchBuilder):
         request, tokens = admission.request, admission.tokens
         self._budget.take(request.rest, tokens)
         self._tokens[request] = tokens
-
-    def _force_progress(self) -> None:
-        """Nobody can run: waiting holders of loaded blocks give them back until one fits."""
-        worker = self._worker
-        while not (found := admissible(worker, self._budget)[0]):
-            worker.give_back_youngest()
-            self.made_room = True
-        self._admit(found[0][1])

@@ -7,7 +7,13 @@ import math
 from opal_gym.sim.blocks import blocks_of
 from opal_gym.sim.request import LLMRequest, RequestPhase, VLLMSchedulerRequest
 from opal_gym.sim.steps import StepLog
-from opal_gym.sim.table import DELIVERED, ORIGIN_STEP, PREDICTED_REMAINING, PROMPT_REMAINING, RequestTable
+from opal_gym.sim.table import (
+    DELIVERED,
+    ORIGIN_STEP,
+    PREDICTED_REMAINING,
+    PROMPT_REMAINING,
+    RequestTable,
+)
 from opal_gym.sim.vllm_v1.blocks import Content
 
 

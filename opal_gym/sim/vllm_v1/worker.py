@@ -25,6 +25,13 @@ from opal_gym.sim.vllm_worker import LLMWorkerVLLMScheduler, rejection_reason
 
 Process = Generator[simpy.Event, Any, None]
 
+STALEMATE_EVICTIONS = 1000
+"""So many evictions in a row without a new token, and the oldest running request is protected.
+
+vLLM can evict in a circle for ever: requests that arrived together evict each other under
+`priority`, and one that runs alone evicts itself for blocks that parked requests hold.
+"""
+
 
 class LLMWorkerVLLMV1(LLMWorkerVLLMScheduler):
     """A worker that schedules as vLLM 0.33.0 does, every step.
@@ -45,6 +52,8 @@ class LLMWorkerVLLMV1(LLMWorkerVLLMScheduler):
         self.batch = RunningBatch(self.block_size, self.steps)
         self.waiting_requests = V1WaitingQueue(self.params.policy)
         self._builder = V1BatchBuilder(self)
+        self._fruitless_evictions = 0
+        self._protected: V1Request | None = None
         # vLLM counts block 0, which it never hands out.
         self.watermark_blocks = int(self.params.watermark * (blocks + 1))
 
@@ -105,6 +114,8 @@ class LLMWorkerVLLMV1(LLMWorkerVLLMScheduler):
 
     def _update_request_states_and_stats(self, span: Span) -> None:
         super()._update_request_states_and_stats(span)
+        if self.batch.decode_requests:
+            self._fruitless_evictions = 0
         # What a prefill's step leaves of the budget, or publishes, can let somebody in.
         self._rebuild_due |= bool(span.plan.chunks)
 
@@ -133,11 +144,7 @@ class LLMWorkerVLLMV1(LLMWorkerVLLMScheduler):
 
     def reserved_blocks(self) -> int:
         """Blocks that prefills under way and remote loads still need for what is known."""
-        prefills = (
-            request
-            for request in self.batch.prefill_requests.values()
-            if request.phase is RequestPhase.PREFILL_CHUNKED
-        )
+        prefills = self.batch.prefill_requests.values()
         return sum(map(self._blocks_to_come, [*prefills, *self.waiting_requests.parked]))
 
     def _blocks_to_come(self, request: VLLMSchedulerRequest) -> int:
@@ -150,17 +157,21 @@ class LLMWorkerVLLMV1(LLMWorkerVLLMScheduler):
             # What it generated becomes reusable: nobody could have found it before.
             self._publish_blocks(request, request.tokens_scheduled)
         super()._preempt_request(request)
+        self._fruitless_evictions += 1
 
     def _retire(self, request: VLLMSchedulerRequest) -> None:
         self._publish_blocks(request, request.tokens_held)
         super()._retire(request)
 
-    def give_back_youngest(self) -> None:
-        """The youngest waiting holder of a loaded prefix gives its blocks back."""
+    def take_back_blocks(self) -> bool:
+        """The youngest waiting holder of a loaded prefix gives its blocks back; False: none is."""
+        if not self._holders:
+            return False
         request = max(self._holders.values(), key=by_age)
         self.waiting_requests.remove(request)
-        super().give_back_youngest()
+        self.give_back_youngest()
         self.waiting_requests.push_front(request)
+        return True
 
     # ------------------------------------------------------------------- admission
 
@@ -234,9 +245,18 @@ class LLMWorkerVLLMV1(LLMWorkerVLLMScheduler):
 
     # ------------------------------------------------------------------- observing
 
+    @property
+    def protected(self) -> V1Request | None:
+        """The running request that nobody may evict any more, after a stalemate."""
+        if self._protected is not None and self._protected.request_id not in self.batch.running:
+            self._protected = None
+        if self._protected is None and self._fruitless_evictions >= STALEMATE_EVICTIONS:
+            self._protected = min(self.batch, key=by_age)
+        return self._protected
+
     def victims(self) -> list[V1Request]:
         """Running requests in the order in which vLLM would evict them."""
-        running = list(self.batch.running.values())
+        running = [request for request in self.batch if request is not self.protected]
         if self.params.policy == "fcfs":
             return running[::-1]
         return sorted(
