@@ -701,6 +701,12 @@ class Config(Section):
                 f"activation reserve and at least one KV block, at tp {hw.tp} and "
                 f"gpu_memory_utilization {hw.gpu_memory_utilization}",
             )
+        if params.num_gpu_blocks_override == 1 and self.total_gpu_blocks < 1:
+            raise RefusedError(
+                "worker.vllm_params.num_gpu_blocks_override",
+                1,
+                "at least 2, since vLLM never hands out one of them",
+            )
         if self.total_gpu_blocks < 1:
             raise RefusedError(
                 "worker.vllm_params.gpu_memory_kvcache_bytes",

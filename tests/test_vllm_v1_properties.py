@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from opal_gym.config import Config, load_config
 from opal_gym.envs import OpalVLLMEnv
 from opal_gym.sim.candidates import FEATURES
-from opal_gym.sim.decision import STOP, Decision, Policy
+from opal_gym.sim.decision import STOP, Decision, DecisionKind, Policy
 from opal_gym.sim.policies import FifoLeastWorkPolicy
 from opal_gym.sim.simulation import Simulation
+from opal_gym.sim.vllm_v1.worker import STALEMATE_EVICTIONS
 from opal_gym.sim.workloads import Workload, make_workload
 from tests.tiny import WorkerLog, tiny_config, tiny_workload
 from tests.vllm_v1_cases import V1Case, drawn, seeded
@@ -81,6 +82,9 @@ class Noted(Policy):
         table, gauges = decision.candidates, decision.gauges
         assert np.isfinite(gauges.values).all()
         assert (table.values[:, NEVER_NEGATIVE] >= 0).all()
+        if decision.kind is DecisionKind.PREEMPT:
+            # vLLM's own choice comes first; a policy may evict a request three times.
+            assert (table["preemptions"][1:] < 3).all()
         answer = self._policy.choose(decision)
         self.asked.append(
             (
@@ -186,7 +190,7 @@ def test_a_thousand_workloads_drain_and_spans_change_nothing(chunk: int) -> None
 
 
 def test_the_random_cases_reach_every_corner() -> None:
-    """Evictions, loads, shared blocks, forced progress, stalls: something of each happens."""
+    """Every question, evictions, loads, shared blocks, rejections: something of each happens."""
     seen: set[str] = set()
     for seed in range(60):
         result = run(seeded(seed), "random", seed)
@@ -198,6 +202,15 @@ def test_the_random_cases_reach_every_corner() -> None:
         seen |= {"rejected"} if result.simulation.records.rejected else set()
     corners = {"CHUNK", "PREEMPT", "ADMIT", "preemptions", "recomputed_tokens", "load", "hit"}
     assert seen == corners | {"rejected"}
+
+
+def test_a_stalemate_of_vllm_s_rules_ends() -> None:
+    """Evicting each other for ever, by turns: in the end the oldest one is protected."""
+    stalemates = 0
+    for seed in (262, 291):
+        table = run(seeded(seed), "baseline", seed).simulation.records.table
+        stalemates += table["preemptions"].sum() > STALEMATE_EVICTIONS
+    assert stalemates == 2
 
 
 # ------------------------------------------------------------------ events
