@@ -243,6 +243,11 @@ class VLLMSchedulerConfig(Section):
         return self
 
     @property
+    def unwritten_tokens(self) -> int:
+        """Tokens at the end of a request that never need a place in KV: in vLLM the last one."""
+        return int(self.engine == "vllm_v1")
+
+    @property
     def chunk_choices(self) -> tuple[int, ...]:
         """The budgets of a CHUNK question in tokens per step, largest first, without duplicates."""
         budgets = self.chunk_budgets or tuple(

@@ -255,7 +255,7 @@ def make_gpu_model(config: Config) -> GPUModel:
 def accepted_requests(config: Config, workload: Workload) -> np.ndarray:
     """Which requests of a workload a worker accepts, shape (n,), bool."""
     tokens = workload.prompt_tokens + workload.output_tokens
-    longest = min(
-        config.max_model_len, config.total_gpu_blocks * config.worker.vllm_params.block_size
-    )
+    params = config.worker.vllm_params
+    in_pool = config.total_gpu_blocks * params.block_size + params.unwritten_tokens
+    longest = min(config.max_model_len, in_pool)
     return np.asarray(tokens <= longest)

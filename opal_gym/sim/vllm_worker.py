@@ -142,7 +142,13 @@ class LLMWorkerVLLMScheduler:
 
     def _receive(self, llm_request: LLMRequest) -> None:
         llm_request.stats.worker_arrival_time = self.env.now
-        reason = self._rejection_reason(llm_request.prompt_tokens + llm_request.output_tokens)
+        reason = rejection_reason(
+            llm_request.prompt_tokens + llm_request.output_tokens,
+            self._max_model_len,
+            self.pool.total,
+            self.block_size,
+            self.params.unwritten_tokens,
+        )
         if reason:
             self._log("Request %s rejected: %s", llm_request.request_id, reason)
             self._ledger.rejected(llm_request, reason)
@@ -161,10 +167,6 @@ class LLMWorkerVLLMScheduler:
         # A batch that waits for blocks alone cannot take anybody in.
         if self._scheduler_busy or not self.batch:
             self._notify(always=not self.batch)
-
-    def _rejection_reason(self, tokens: int) -> str | None:
-        """Why a request of `tokens` prompt + output tokens can never run; None if it can."""
-        return rejection_reason(tokens, self._max_model_len, self.pool.total, self.block_size)
 
     def _prompt_block_hashes(self, request: LLMRequest) -> list[int]:
         """Hashes of the full GPU blocks of a prompt."""

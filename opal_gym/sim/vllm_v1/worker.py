@@ -21,7 +21,7 @@ from opal_gym.sim.vllm_v1.blocks import VLLMBlockPool
 from opal_gym.sim.vllm_v1.invariants import check_v1_worker
 from opal_gym.sim.vllm_v1.queue import V1WaitingQueue
 from opal_gym.sim.vllm_v1.request import V1Request
-from opal_gym.sim.vllm_worker import LLMWorkerVLLMScheduler, rejection_reason
+from opal_gym.sim.vllm_worker import LLMWorkerVLLMScheduler
 
 Process = Generator[simpy.Event, Any, None]
 
@@ -56,11 +56,6 @@ class LLMWorkerVLLMV1(LLMWorkerVLLMScheduler):
         self._protected: V1Request | None = None
         # vLLM counts block 0, which it never hands out.
         self.watermark_blocks = int(self.params.watermark * (blocks + 1))
-
-    def _rejection_reason(self, tokens: int) -> str | None:
-        """The last token never needs a place in KV."""
-        total, size = self.pool.total, self.block_size
-        return rejection_reason(tokens, self._max_model_len, total, size, unwritten=1)
 
     # ------------------------------------------------------------------- the step
 
