@@ -137,9 +137,32 @@ class WorkerParams(Section):
     )
 
 
-class VLLMSchedulerConfig(Section):
-    """The scheduler's parameters (seed, "VLLMSchedulerConfig"; DESIGN §2)."""
+ENGINE_VALUES: dict[str, dict[str, Any]] = {
+    "opal": {
+        "policy": "fcfs",
+        "long_prefill_token_threshold": 0,
+        "scheduler_reserve_full_isl": True,
+        "watermark": 0.0,
+    },
+    "vllm_v1": {
+        "rebuild_on": "change",
+        "first_token_at_prefill_end": True,
+        "max_kvc_ready_requests": 4,
+    },
+}
+"""Parameters for which an engine knows one value only."""
 
+
+class VLLMSchedulerConfig(Section):
+    """The scheduler's parameters (seed, "VLLMSchedulerConfig"; DESIGN §2).
+
+    The engine `vllm_v1` schedules as vLLM 0.33.0 does: `rebuild_on` is `change` and
+    `first_token_at_prefill_end` is true there, also by default.
+    """
+
+    engine: Literal["opal", "vllm_v1"] = Field(
+        "opal", description="Whose rules: the seed's worker, or vLLM 0.33.0's v1 scheduler"
+    )
     max_num_seqs: Count = Field(256, description="Max sequences in a batch")
     max_num_batched_tokens: Count = Field(2048, description="Max tokens per step")
     chunked_prefill: bool = Field(
@@ -152,7 +175,9 @@ class VLLMSchedulerConfig(Section):
     )
     block_size: Count = Field(16, description="Tokens per GPU memory block")
     num_gpu_blocks_override: Count | None = Field(
-        None, description="Blocks of the KV pool; default: what the GPU's memory holds"
+        None,
+        description="Blocks of the KV pool; default: what the GPU's memory holds. As in vLLM, the "
+        "engine vllm_v1 never hands out one of the pool's blocks",
     )
     gpu_memory_kvcache_bytes: Count | None = Field(
         None, description="Bytes of the KV pool; default: what the GPU's memory holds"
@@ -174,16 +199,54 @@ class VLLMSchedulerConfig(Section):
         description="GPU blocks keep their content when freed, and prompts that begin alike share "
         "them (vLLM's automatic prefix caching)",
     )
+    policy: Literal["fcfs", "priority"] = Field(
+        "fcfs",
+        description="vllm_v1: who waits and who is evicted first: by arrival, or by "
+        "(priority, arrival), lower first",
+    )
+    long_prefill_token_threshold: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="vllm_v1: max tokens of one prefill in a step, unless its request is the only "
+        "one in the worker; 0: no limit",
+    )
+    scheduler_reserve_full_isl: bool = Field(
+        True,
+        description="vllm_v1: admit a request only if all of its known tokens fit into the free "
+        "blocks, not only its first chunk",
+    )
+    watermark: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="vllm_v1: share of the blocks that an admission must leave free while others "
+        "run",
+    )
     chunk_budgets: List(Count, min_length=1) | None = Field(  # type: ignore[valid-type]
         None,
         description="Prefill tokens per step that CHUNK offers, largest first; default: "
         "max_num_batched_tokens divided by 1, 2, 4, 8, 16",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _engine_defaults(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("engine") == "vllm_v1":
+            return {"rebuild_on": "change", "first_token_at_prefill_end": True} | values
+        return values
+
+    @model_validator(mode="after")
+    def _fits_engine(self) -> VLLMSchedulerConfig:
+        """What an engine would ignore is refused."""
+        fixed = ENGINE_VALUES[self.engine]
+        for name, value in fixed.items():
+            given = getattr(self, name)
+            if given != value:
+                allowed = f"{json.dumps(value)}, as engine is {self.engine}"
+                raise RefusedError(name, given, allowed)
+        return self
+
     @model_validator(mode="after")
     def _consistent(self) -> VLLMSchedulerConfig:
         budget = self.max_num_batched_tokens
-        if self.max_num_seqs > budget:
+        if self.engine == "opal" and self.max_num_seqs > budget:
             raise RefusedError(
                 "max_num_seqs",
                 self.max_num_seqs,
@@ -200,6 +263,11 @@ class VLLMSchedulerConfig(Section):
                 allowed = f"at most max_num_batched_tokens = {budget}"
                 raise RefusedError(f"chunk_budgets[{index}]", chunk, allowed)
         return self
+
+    @property
+    def unwritten_tokens(self) -> int:
+        """Tokens at the end of a request that never need a place in KV: in vLLM the last one."""
+        return int(self.engine == "vllm_v1")
 
     @property
     def chunk_choices(self) -> tuple[int, ...]:
@@ -703,6 +771,12 @@ class Config(Section):
                 f"activation reserve and at least one KV block, at tp {hw.tp} and "
                 f"gpu_memory_utilization {hw.gpu_memory_utilization}",
             )
+        if params.num_gpu_blocks_override == 1 and self.total_gpu_blocks < 1:
+            raise RefusedError(
+                "worker.vllm_params.num_gpu_blocks_override",
+                1,
+                "at least 2, since vLLM never hands out one of them",
+            )
         if self.total_gpu_blocks < 1:
             raise RefusedError(
                 "worker.vllm_params.gpu_memory_kvcache_bytes",
@@ -731,7 +805,11 @@ class Config(Section):
 
     @property
     def total_gpu_blocks(self) -> int:
-        """KV blocks of the worker's pool."""
+        """KV blocks that the worker can hand out: vLLM keeps one of the pool's to itself."""
+        return self._pool_blocks - (self.worker.vllm_params.engine == "vllm_v1")
+
+    @property
+    def _pool_blocks(self) -> int:
         params = self.worker.vllm_params
         if params.num_gpu_blocks_override is not None:
             return params.num_gpu_blocks_override

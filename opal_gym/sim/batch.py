@@ -98,7 +98,7 @@ class BatchMetadata:
         self.decode_requests[request.request_id] = request
         offset = request.prompt_tokens - request.origin_step
         self._context_offset += offset
-        self._block_classes[-offset % self._block_size] += 1
+        self._block_classes[self._block_class(offset)] += 1
         heappush(self._finishes, (request.finish_step, request.request_id, request))
 
     def remove(self, request: VLLMSchedulerRequest) -> None:
@@ -106,11 +106,15 @@ class BatchMetadata:
         if self.decode_requests.pop(request.request_id, None) is not None:
             offset = request.prompt_tokens - request.origin_step
             self._context_offset -= offset
-            self._block_classes[-offset % self._block_size] -= 1
+            self._block_classes[self._block_class(offset)] -= 1
             request.leave_decode()
         else:
             del self.prefill_requests[request.request_id]
         self._members.remove(request)
+
+    def _block_class(self, offset: int) -> int:
+        """The step count, mod block_size, at which the last block of a decode is full."""
+        return -offset % self._block_size
 
     def steps_to_completion(self) -> int | None:
         """Steps until the next decode completes, at least 0; None without decodes."""

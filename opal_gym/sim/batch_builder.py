@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class OpalBatchBuilder:
-    """Decides, by asking, what a worker's coming step computes.
+class BatchBuilder(ABC):
+    """Decides, by asking, what a worker's coming step computes; engines differ in it.
 
     Attributes:
         chunk_budget: Prefill tokens per step until the next rebuild.
@@ -39,6 +40,43 @@ class OpalBatchBuilder:
         self.chunk_budget = worker.params.max_num_batched_tokens
         self.made_room = False
         self.short_of_tokens = False
+
+    @abstractmethod
+    def build(self) -> Generator[simpy.Event, Any, StepPlan | None]:
+        """One rebuild.
+
+        Returns:
+            The coming step, or None where the batch's only request waits for blocks.
+        """
+
+    @abstractmethod
+    def plan_step(self) -> StepPlan:
+        """The coming step if nothing is rebuilt."""
+
+    def _ask(self, question: Question[T]) -> Generator[simpy.Event, Any, T | None]:
+        """Asks a question, unless it has only one possible answer.
+
+        Returns:
+            The chosen option, or None for STOP.
+
+        Raises:
+            ValueError: The policy's answer is not legal.
+        """
+        decision, options = question.decision, question.options
+        if question.has_one_answer:
+            return options[0]
+        answer = yield from self._worker.decision_maker.ask(decision)
+        if not decision.is_legal(answer):
+            stop = " or STOP (-1)" if decision.stop_allowed else ""
+            raise ValueError(
+                f"policy's answer to {decision.kind.name} at {decision.time} s: got {answer!r}; "
+                f"allowed: 0 to {len(options) - 1}{stop}"
+            )
+        return None if answer == STOP else options[answer]
+
+
+class OpalBatchBuilder(BatchBuilder):
+    """The seed's rebuild, in four phases."""
 
     def build(self) -> Generator[simpy.Event, Any, StepPlan | None]:
         """One rebuild.
@@ -158,24 +196,3 @@ class OpalBatchBuilder:
             worker.match_on_gpu([request])
             self.made_room = True
         self._add_to_batch(request, plan)
-
-    def _ask(self, question: Question[T]) -> Generator[simpy.Event, Any, T | None]:
-        """Asks a question, unless it has only one possible answer.
-
-        Returns:
-            The chosen option, or None for STOP.
-
-        Raises:
-            ValueError: The policy's answer is not legal.
-        """
-        decision, options = question.decision, question.options
-        if question.has_one_answer:
-            return options[0]
-        answer = yield from self._worker.decision_maker.ask(decision)
-        if not decision.is_legal(answer):
-            stop = " or STOP (-1)" if decision.stop_allowed else ""
-            raise ValueError(
-                f"policy's answer to {decision.kind.name} at {decision.time} s: got {answer!r}; "
-                f"allowed: 0 to {len(options) - 1}{stop}"
-            )
-        return None if answer == STOP else options[answer]

@@ -228,10 +228,6 @@ class VLLMSchedulerRequest(SchedulerRequest):
         self._computed: list[range] = []
 
     @property
-    def _tpot_slo_s(self) -> float:
-        return self.llm_request.tenant.tpot_slo_s
-
-    @property
     def decode_tokens_generated(self) -> int:
         """Tokens generated since the last (re)start."""
         if self.phase is RequestPhase.DECODE:
@@ -242,6 +238,11 @@ class VLLMSchedulerRequest(SchedulerRequest):
     def tokens_held(self) -> int:
         """Tokens in KV: the seed's work score."""
         return self.prompt_processed + self.decode_tokens_generated
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether its prefill is complete."""
+        return self.prompt_processed == self.prompt_tokens
 
     @property
     def allocated_blocks(self) -> int:
@@ -261,6 +262,11 @@ class VLLMSchedulerRequest(SchedulerRequest):
         """Whether 95 % of the predicted output is made (seed, "Preemption Strategy")."""
         predicted = self.llm_request.predicted_output_tokens
         return predicted > 0 and self.decode_tokens_generated >= 0.95 * predicted
+
+    @property
+    def admission(self) -> int:
+        """Number of its last admission to the batch."""
+        return int(self._table.data[self.row, ADMISSION])
 
     @property
     def may_be_preempted(self) -> bool:
@@ -366,7 +372,7 @@ class VLLMSchedulerRequest(SchedulerRequest):
             stats.token_runs.append((self.origin_step + self.delivered_tokens, new))
             self.delivered_tokens = generated
             self._set(DELIVERED, generated)
-            self._set(TPOT_SLACK, stats.first_token_time + generated * self._tpot_slo_s)
+            self._note_pace(generated)
 
     def complete(self) -> None:
         """→ COMPLETED; its blocks are still held."""
@@ -390,7 +396,7 @@ class VLLMSchedulerRequest(SchedulerRequest):
 
     def _note_computed(self) -> None:
         """Counts what was computed since the last (re)start and had been computed before."""
-        computed = range(self.prefix_tokens, self.prompt_processed + self._generated)
+        computed = range(self.prefix_tokens, self.tokens_held)
         before, self._computed = self._computed, [computed]
         for old in before:
             both = range(max(old.start, computed.start), min(old.stop, computed.stop))
@@ -412,6 +418,11 @@ class VLLMSchedulerRequest(SchedulerRequest):
     def _start_from(self, tokens: int, blocks: int) -> None:
         self.start_tokens, self.start_blocks = tokens, blocks
         self._set(PROMPT_REMAINING, self.prompt_tokens - tokens)
+
+    def _note_pace(self, delivered: int) -> None:
+        """While it makes no tokens, the TPOT objective's pace is lost at a known time."""
+        first, slo = self.llm_request.stats.first_token_time, self.llm_request.tenant.tpot_slo_s
+        self._set(TPOT_SLACK, first + delivered * slo)
 
     def _process(self, tokens: int) -> None:
         self.prompt_processed = tokens

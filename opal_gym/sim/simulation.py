@@ -29,9 +29,16 @@ from opal_gym.sim.request import LLMRequest
 from opal_gym.sim.router import Router
 from opal_gym.sim.single_stage_worker import LLMWorkerSingleStage
 from opal_gym.sim.timeseries import TimeSeries
+from opal_gym.sim.vllm_v1.worker import LLMWorkerVLLMV1
 from opal_gym.sim.vllm_worker import LLMWorkerVLLMScheduler
 from opal_gym.sim.workloads.streams import Stream, generator
 from opal_gym.sim.workloads.workload import Workload
+
+VLLM_WORKERS: dict[str, type[LLMWorkerVLLMScheduler]] = {
+    "opal": LLMWorkerVLLMScheduler,
+    "vllm_v1": LLMWorkerVLLMV1,
+}
+"""The worker of each engine."""
 
 
 class Simulation:
@@ -117,7 +124,7 @@ class Simulation:
             return LLMWorkerSingleStage(
                 self.env, config, gpu_model, engine, self.ledger, self.router, reporter, worker_id
             )
-        return LLMWorkerVLLMScheduler(
+        return VLLM_WORKERS[config.worker.vllm_params.engine](
             self.env,
             config,
             gpu_model,
@@ -256,7 +263,7 @@ def make_gpu_model(config: Config) -> GPUModel:
 def accepted_requests(config: Config, workload: Workload) -> np.ndarray:
     """Which requests of a workload a worker accepts, shape (n,), bool."""
     tokens = workload.prompt_tokens + workload.output_tokens
-    longest = min(
-        config.max_model_len, config.total_gpu_blocks * config.worker.vllm_params.block_size
-    )
+    params = config.worker.vllm_params
+    in_pool = config.total_gpu_blocks * params.block_size + params.unwritten_tokens
+    longest = min(config.max_model_len, in_pool)
     return np.asarray(tokens <= longest)

@@ -16,7 +16,7 @@ import simpy
 
 from opal_gym.config import Config
 from opal_gym.sim.batch import BatchMetadata
-from opal_gym.sim.batch_builder import OpalBatchBuilder
+from opal_gym.sim.batch_builder import BatchBuilder, OpalBatchBuilder
 from opal_gym.sim.blocks import BlockPool, blocks_of
 from opal_gym.sim.clock import BOUNDARY, SimEnvironment
 from opal_gym.sim.decision import DecisionMaker
@@ -75,11 +75,9 @@ class LLMWorkerVLLMScheduler:
         self.worker_id = worker_id
         self.params = config.worker.vllm_params
         self.block_size = self.params.block_size
-        self.pool = BlockPool(env, config.total_gpu_blocks)
         self.steps = StepLog()
         self.table = RequestTable()
-        self.batch = BatchMetadata(self.block_size, self.steps)
-        self.waiting_requests = WaitingQueue()
+        self._make_engine(config.total_gpu_blocks)
         self.completed_requests: dict[int, VLLMSchedulerRequest] = {}
         self.kvc_fetch_blocks_in_flight = 0
         self.gpu_busy_time = 0.0
@@ -114,9 +112,16 @@ class LLMWorkerVLLMScheduler:
         self._no_first_token: list[VLLMSchedulerRequest] = []
         self._rebuild_due = False
         self._span: Span | None = None
-        self._builder = OpalBatchBuilder(self)
         self._intake = env.process(self._check_new_requests())
         self._scheduler = env.process(self._vllm_scheduling_loop())
+
+    def _make_engine(self, blocks: int) -> None:
+        """The parts that make the scheduler's rules, with a pool of `blocks` blocks."""
+        self.request_type: type[VLLMSchedulerRequest] = VLLMSchedulerRequest
+        self.pool = BlockPool(self.env, blocks)
+        self.batch = BatchMetadata(self.block_size, self.steps)
+        self.waiting_requests = WaitingQueue()
+        self._builder: BatchBuilder = OpalBatchBuilder(self)
 
     # ------------------------------------------------------------------ intake
 
@@ -142,13 +147,14 @@ class LLMWorkerVLLMScheduler:
             self._max_model_len,
             self.pool.total,
             self.block_size,
+            self.params.unwritten_tokens,
         )
         if reason:
             self._log("Request %s rejected: %s", llm_request.request_id, reason)
             self._ledger.rejected(llm_request, reason)
             return
         llm_request.stats.steps = self.steps
-        request = VLLMSchedulerRequest(llm_request, self.block_size, self.steps, self.table)
+        request = self.request_type(llm_request, self.block_size, self.steps, self.table)
         self.waiting_requests.append(request)
         self._reporter.work_arrived(self)
         if self.params.enable_prefix_caching:
@@ -235,7 +241,7 @@ class LLMWorkerVLLMScheduler:
 
     def _asks_for_rebuild(self, plan: StepPlan) -> bool:
         """Memory is short, or tokens that the last admissions lacked are left over."""
-        return plan.total_blocks > self.pool.free or (
+        return plan.total_blocks > self._spare_blocks or (
             self.params.rebuild_on == "change"
             and self._builder.short_of_tokens
             and plan.tokens_left > 0
@@ -429,13 +435,16 @@ class LLMWorkerVLLMScheduler:
         self._fetching -= 1
         self.kvc_fetch_blocks_in_flight -= blocks
         self._holders[request.request_id] = request
-        request.fetched()
-        self._publish_blocks(request, request.prefix_tokens)
+        self._end_fetch(request)
         note_first(request.llm_request.stats, "request_ready_time", self.env.now)
         self._log("Fetched KVC tokens %d for Request %s", request.prefix_tokens, request.request_id)
         self._sample()
         # An idle scheduler, with an empty batch or one that waits for blocks, waits for this.
         self._notify(always=not self._scheduler_busy or not self.batch)
+
+    def _end_fetch(self, request: VLLMSchedulerRequest) -> None:
+        request.fetched()
+        self._publish_blocks(request, request.prefix_tokens)
 
     # -------------------------------------------------------------- running the batch
 
@@ -476,10 +485,16 @@ class LLMWorkerVLLMScheduler:
             request, tokens = plan.chunks[0]
             rest = request.prompt_tokens - request.prompt_processed
             limit = min(limit, (rest - 1) // tokens if len(plan.chunks) == 1 else 1)
-        if limit <= 1 or self._later_blocks(plan, limit) <= self.pool.free:
+        spare = self._spare_blocks
+        if limit <= 1 or self._later_blocks(plan, limit) <= spare:
             return max(1, limit)
         steps = range(1, limit + 1)
-        return bisect_right(steps, self.pool.free, key=lambda k: self._later_blocks(plan, k))
+        return bisect_right(steps, spare, key=lambda k: self._later_blocks(plan, k))
+
+    @property
+    def _spare_blocks(self) -> int:
+        """Blocks that steps may take without a rebuild."""
+        return self.pool.free
 
     def _later_blocks(self, plan: StepPlan, steps: int) -> int:
         """Blocks that the steps 2 … `steps` of a span take."""
@@ -525,7 +540,7 @@ class LLMWorkerVLLMScheduler:
         self.batch.schedule_prefill([])
         for request, tokens in span.plan.chunks:
             request.prefill(tokens * steps, first, steps)
-            if request.prompt_processed == request.prompt_tokens:
+            if request.prefilled:
                 self._end_prefill(request)
 
     def _catch_up(self) -> None:
@@ -566,7 +581,7 @@ class LLMWorkerVLLMScheduler:
     def _end_prefill(self, request: VLLMSchedulerRequest) -> None:
         self._log("Request %s: prefill complete, transitioning to DECODE", request.request_id)
         has_token = self.params.first_token_at_prefill_end
-        self.batch.start_decode(request, generated=int(has_token))
+        self.batch.start_decode(request, generated=request.decode_tokens_generated + has_token)
         if math.isnan(request.llm_request.stats.first_token_time):
             if has_token:
                 self._note_first_tokens([request])
@@ -762,11 +777,14 @@ def first_tokens(chunks: Sequence[Chunk], tokens: int) -> list[Chunk]:
 
 
 def rejection_reason(
-    tokens: int, max_model_len: int, total_blocks: int, block_size: int
+    tokens: int, max_model_len: int, total_blocks: int, block_size: int, unwritten: int = 0
 ) -> str | None:
-    """Why a request of `tokens` prompt + output tokens can never run; None if it can."""
+    """Why a request of `tokens` prompt + output tokens can never run; None if it can.
+
+    `unwritten`: how many of them never need a place in KV.
+    """
     if tokens > max_model_len:
         return f"{tokens} tokens exceed max_model_len = {max_model_len}"
-    if blocks_of(tokens, block_size) > total_blocks:
+    if blocks_of(tokens - unwritten, block_size) > total_blocks:
         return f"{tokens} tokens exceed the pool of {total_blocks} blocks"
     return None
