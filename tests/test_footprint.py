@@ -162,6 +162,6 @@ def test_memory_is_flat_over_2_000_resets() -> None:
         env.reset(seed=0)
     more_objects, more_size = sizes()
     tracemalloc.stop()
-    # One object a reset would be 2,000; a few may come from elsewhere in this process.
+    # One object a reset would be 2,000, of 32 bytes at least; some come from the rest of the suite.
     assert more_objects - objects < 50
-    assert more_size - size < 20_000
+    assert more_size - size < 50_000
