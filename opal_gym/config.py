@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from opal_gym.config_errors import ConfigError, RefusedError, explain
+from opal_gym.config_errors import ConfigError, RefusedError, explain, read_json_object
 from opal_gym.sim.gpu_model import (
     GPU_CONSTANTS,
     GPU_SPECS,
@@ -868,13 +868,7 @@ def _read(source: str | Path | Mapping[str, Any] | Config) -> tuple[str, dict[st
             f"scenario: got {str(source)!r}{hint}; allowed: the path of a JSON file, or one of "
             f"{', '.join(scenario_names())}"
         )
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path}: not a readable JSON file: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: got a JSON {type(data).__name__}; allowed: an object")
-    return str(path), data
+    return str(path), read_json_object(path)
 
 
 def _override(data: dict[str, Any], key: str, value: Any) -> None:

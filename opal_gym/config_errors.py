@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -13,6 +15,21 @@ Location = tuple[int | str, ...]
 
 class ConfigError(ValueError):
     """An impossible configuration; the message names the key, the value and what is allowed."""
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Reads a file that holds one JSON object.
+
+    Raises:
+        ConfigError: It cannot be read, or holds something else.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: not a readable JSON file: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: got a JSON {type(data).__name__}; allowed: an object")
+    return data
 
 
 class RefusedError(ValueError):

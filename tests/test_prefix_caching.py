@@ -6,7 +6,6 @@ first token, so that a prompt of n tokens holds n + 1 after it. One block moves 
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from typing import Any
 
@@ -16,10 +15,10 @@ import pytest
 from opal_gym.config import ConfigError
 from opal_gym.sim.blocks import BlockPool
 from opal_gym.sim.clock import SimEnvironment
-from opal_gym.sim.decision import Decision, Policy
 from opal_gym.sim.policies import FifoLeastWorkPolicy
 from opal_gym.sim.simulation import Simulation
 from tests.driving import exported, kv_cache, play, simulate, snapshot, watch
+from tests.policies import RandomPolicy
 from tests.random_cases import KV_BYTES_PER_TOKEN, SeededSource
 from tests.tiny import tiny_config, tiny_workload
 
@@ -477,16 +476,6 @@ def test_a_span_takes_its_blocks_before_others_give_theirs_back(stepwise: bool) 
 
 
 # --------------------------------------------------------------------------------- random workloads
-
-
-class RandomPolicy(Policy):
-    """Any legal answer."""
-
-    def reset(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def choose(self, decision: Decision) -> int:
-        return self._random.choice(decision.legal_answers())
 
 
 def random_case(seed: int) -> tuple[dict[str, Any], list[tuple[float, int, int]], list[Any]]:

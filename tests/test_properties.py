@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,27 +24,11 @@ from opal_gym.sim.request import LLMRequest, RequestPhase, VLLMSchedulerRequest
 from opal_gym.sim.simulation import Simulation
 from opal_gym.sim.vllm_worker import LLMWorkerVLLMScheduler
 from opal_gym.sim.workloads import Workload, make_workload
+from tests.policies import RandomPolicy, StopPolicy
 from tests.random_cases import Case, cases, seeded_case
 from tests.tiny import WorkerLog, by_id, tiny_config, tiny_workload
 
 # ------------------------------------------------------------------ policies
-
-
-class RandomPolicy(Policy):
-    """Any legal answer."""
-
-    def reset(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def choose(self, decision: Decision) -> int:
-        return self._random.choice(decision.legal_answers())
-
-
-class StopPolicy(Policy):
-    """Admits nobody that it need not admit."""
-
-    def choose(self, decision: Decision) -> int:
-        return STOP if decision.stop_allowed else decision.baseline
 
 
 class MostWorkPolicy(Policy):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,12 @@ from hypothesis import strategies as st
 from opal_gym.config import Config, load_config
 from opal_gym.envs import OpalVLLMEnv
 from opal_gym.sim.candidates import FEATURES
-from opal_gym.sim.decision import STOP, Decision, DecisionKind, Policy
+from opal_gym.sim.decision import Decision, DecisionKind, Policy
 from opal_gym.sim.policies import FifoLeastWorkPolicy
 from opal_gym.sim.simulation import Simulation
 from opal_gym.sim.vllm_v1.worker import STALEMATE_EVICTIONS
 from opal_gym.sim.workloads import Workload, make_workload
+from tests.policies import RandomPolicy, StopPolicy
 from tests.tiny import WorkerLog, tiny_config, tiny_workload
 from tests.vllm_v1_cases import V1Case, drawn, seeded
 
@@ -34,23 +34,6 @@ NEVER_NEGATIVE = [place for place, feature in enumerate(FEATURES) if feature.low
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps the worker's log from pytest's own handlers, which would be slow."""
     monkeypatch.setattr(logging.getLogger("opal_gym.sim.vllm_worker"), "propagate", False)
-
-
-class RandomPolicy(Policy):
-    """Any legal answer."""
-
-    def reset(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def choose(self, decision: Decision) -> int:
-        return self._random.choice(decision.legal_answers())
-
-
-class StopPolicy(Policy):
-    """Admits nobody that it need not admit."""
-
-    def choose(self, decision: Decision) -> int:
-        return STOP if decision.stop_allowed else decision.baseline
 
 
 class LastPolicy(Policy):

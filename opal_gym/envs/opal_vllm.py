@@ -226,7 +226,7 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
             routing_seed=options.get("workload_seed", 0),
         )
         self._terms = RewardTerms(self._simulation)
-        self._advance(self._simulation)
+        self._advance()
         return self._observe(), self._info(dict.fromkeys(TERMS, 0.0), dt=0.0)
 
     def _make_workload(self, options: Mapping[str, Any]) -> Workload:
@@ -256,7 +256,7 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
             raise gym.error.ResetNeeded("the episode is over; call reset()")
         before = simulation.env.now
         self._act(self._checked(action))
-        self._advance(simulation)
+        self._advance()
         terms = self._terms.step()
         terminated = simulation.done
         truncated = simulation.horizon_reached and not terminated and len(self._actions) > 1
@@ -276,9 +276,9 @@ class OpalVLLMEnv(gym.Env[Observation, np.int64]):
             raise ValueError(f"action: got {action!r}; allowed: 0 to {self._stop} (STOP)")
         return number
 
-    def _advance(self, simulation: Simulation) -> None:
+    def _advance(self) -> None:
         """Runs to the next decision, and notes which actions it allows."""
-        decision = simulation.advance()
+        decision = self.simulation.advance()
         self._mask = np.zeros(self._stop + 1, np.int8)
         if decision is None:
             self._mask[self._stop] = True

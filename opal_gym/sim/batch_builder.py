@@ -53,6 +53,13 @@ class BatchBuilder(ABC):
     def plan_step(self) -> StepPlan:
         """The coming step if nothing is rebuilt."""
 
+    def _choose_chunk_budget(
+        self, question: Question[int] | None
+    ) -> Generator[simpy.Event, Any, None]:
+        """Asks CHUNK; all of the budget where it is not asked."""
+        budget = None if question is None else (yield from self._ask(question))
+        self.chunk_budget = budget or self._worker.params.max_num_batched_tokens
+
     def _ask(self, question: Question[T]) -> Generator[simpy.Event, Any, T | None]:
         """Asks a question, unless it has only one possible answer.
 
@@ -86,7 +93,7 @@ class OpalBatchBuilder(BatchBuilder):
         """
         worker = self._worker
         self.made_room = self.short_of_tokens = False
-        self.chunk_budget = yield from self._choose_chunk_budget()
+        yield from self._choose_chunk_budget(chunk_question(worker))
         # Phases 1 and 2: resume the decodes, then the prefills.
         plan = self.plan_step()
         # Phase 3: make room for those that cannot fit.
@@ -121,15 +128,6 @@ class OpalBatchBuilder(BatchBuilder):
         plan.chunks.append((request, tokens))
         plan.blocks.append(blocks_of(held, params.block_size) - request.allocated_blocks)
         plan.tokens_left -= tokens
-
-    def _choose_chunk_budget(self) -> Generator[simpy.Event, Any, int]:
-        """Asks CHUNK; all of the budget where it is not asked."""
-        question = chunk_question(self._worker)
-        if question is None:
-            return self._worker.params.max_num_batched_tokens
-        budget = yield from self._ask(question)
-        assert budget is not None
-        return budget
 
     def _make_room(self) -> Generator[simpy.Event, Any, None]:
         """Evicts one request; a batch of one has waiting holders give back instead."""

@@ -57,7 +57,7 @@ class WorkerGauges:
 def read_gauges(worker: LLMWorkerVLLMScheduler) -> WorkerGauges:
     """Reads all gauges of a worker."""
     params, pool, batch, queue = worker.params, worker.pool, worker.batch, worker.waiting_requests
-    budget, seqs, now = params.max_num_batched_tokens, params.max_num_seqs, worker.env.now
+    budget, now = params.max_num_batched_tokens, worker.env.now
     return WorkerGauges(
         np.array(
             [
@@ -68,8 +68,8 @@ def read_gauges(worker: LLMWorkerVLLMScheduler) -> WorkerGauges:
                 worker.preemption_rate.at(now),
                 now - queue.oldest().arrival_time if queue else 0.0,
                 worker.free_gpu_blocks / pool.total,
-                len(batch) / seqs,
-                len(batch.prefill_requests) / seqs,
+                len(batch) / params.max_num_seqs,
+                len(batch.prefill_requests) / params.max_num_seqs,
                 worker.kvc_ready_count / params.max_kvc_ready_requests,
                 batch.decode_tokens / budget,
                 batch.prefill_tokens / budget,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from opal_gym.config_errors import ConfigError, RefusedError, explain
+from opal_gym.config_errors import ConfigError, RefusedError, explain, read_json_object
 from opal_gym.sim.llm_model import LLMModel
 
 Count = Annotated[int, Field(ge=1)]
@@ -123,12 +122,7 @@ def read_hf_config(path: str | Path) -> LLMModel:
             allowed.
     """
     path = Path(path)
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path}: not a readable JSON file: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: got a JSON {type(data).__name__}; allowed: an object")
+    data = read_json_object(path)
     try:
         return HFConfig.model_validate(data).shape(path.resolve().parent.name)
     except ValidationError as error:

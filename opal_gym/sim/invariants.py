@@ -18,6 +18,8 @@ def check_worker(worker: LLMWorkerVLLMScheduler) -> None:
         AssertionError: An invariant is violated; the message says which, with its numbers.
     """
     _check_blocks(worker)
+    _check_limits(worker)
+    _check_table(worker)
     _check_batch(worker)
     _check_queue(worker)
 
@@ -31,12 +33,23 @@ def _check_blocks(worker: LLMWorkerVLLMScheduler) -> None:
     assert pool.free >= 0, f"{pool.free} free blocks"
 
 
-def _check_batch(worker: LLMWorkerVLLMScheduler) -> None:
+def _check_limits(worker: LLMWorkerVLLMScheduler) -> None:
     batch, params = worker.batch, worker.params
     tokens = sum(batch.request_tokens.values())
     assert batch.total_tokens == tokens, f"batch of {batch.total_tokens} tokens != {tokens}"
     assert tokens <= params.max_num_batched_tokens, f"{tokens} tokens exceed the budget"
     assert len(batch) <= params.max_num_seqs, f"{len(batch)} sequences exceed max_num_seqs"
+
+
+def _check_table(worker: LLMWorkerVLLMScheduler) -> None:
+    rows = worker.table.data[worker.batch.rows]
+    noted = worker.tokens_generated(rows).tolist()
+    generated = [request.decode_tokens_generated for request in worker.batch.members]
+    assert noted == generated, f"the table's generated tokens {noted} != {generated}"
+
+
+def _check_batch(worker: LLMWorkerVLLMScheduler) -> None:
+    batch = worker.batch
     members = {request.request_id for request in batch}
     assert set(batch.request_tokens) <= members, "tokens of a request that left the batch"
     context = sum(

@@ -20,8 +20,7 @@ class Integral:
 
     def add(self, rate: float, now: float) -> None:
         """Changes the function by `rate` from `now` on."""
-        self._value += self._rate * (now - self._since)
-        self._since = now
+        self._value, self._since = self.at(now), now
         self._rate += rate
 
     def at(self, now: float) -> float:

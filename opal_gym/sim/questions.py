@@ -18,7 +18,6 @@ from opal_gym.sim.table import (
     ADMISSION,
     DELIVERED,
     FIRST_TOKEN_TIME,
-    ORIGIN_STEP,
     PREDICTED_OUTPUT,
     PREDICTED_REMAINING,
     PREEMPTIONS,
@@ -29,6 +28,7 @@ from opal_gym.sim.table import (
     TPOT_SLO,
     TTFT_SLACK,
     WAITING_TIME,
+    remaining_output,
 )
 
 if TYPE_CHECKING:
@@ -122,15 +122,9 @@ def preempt_question(
     """
     batch = worker.batch
     data = worker.table.data.take(batch.rows, axis=0)
-    generated = np.maximum(0, worker.steps.count - data[:, ORIGIN_STEP])
-    predicted = data[:, PREDICTED_OUTPUT]
-    running = Running(
-        data,
-        generated,
-        held=data[:, PROMPT] - data[:, PROMPT_REMAINING] + generated,
-        remaining=np.maximum(1, predicted - generated),
-        nearly_finished=(predicted > 0) & (generated >= 0.95 * predicted),
-    )
+    generated = worker.tokens_generated(data)
+    held = data[:, PROMPT] - data[:, PROMPT_REMAINING] + generated
+    running = Running.of(data, generated, held)
     keys = (-data[:, REQUEST_ID], -data[:, WAITING_TIME], running.held, running.nearly_finished)
     order = np.lexsort(keys)
     order = order[data[order, PREEMPTIONS] < MAX_PREEMPTIONS]
@@ -179,6 +173,18 @@ class Running(NamedTuple):
     held: NDArray[np.float64]
     remaining: NDArray[np.float64]
     nearly_finished: NDArray[np.bool_]
+
+    @classmethod
+    def of(
+        cls,
+        data: NDArray[np.float64],
+        generated: NDArray[np.float64],
+        held: NDArray[np.float64],
+    ) -> Running:
+        """Adds the columns that follow from these."""
+        predicted = data[:, PREDICTED_OUTPUT]
+        nearly_finished = (predicted > 0) & (generated >= 0.95 * predicted)
+        return cls(data, generated, held, remaining_output(data, generated), nearly_finished)
 
     def take(self, rows: Sequence[int]) -> Running:
         """Some of the rows, in this order."""

@@ -258,12 +258,6 @@ class VLLMSchedulerRequest(SchedulerRequest):
         return max(1, self.llm_request.predicted_output_tokens - self.decode_tokens_generated)
 
     @property
-    def nearly_finished(self) -> bool:
-        """Whether 95 % of the predicted output is made (seed, "Preemption Strategy")."""
-        predicted = self.llm_request.predicted_output_tokens
-        return predicted > 0 and self.decode_tokens_generated >= 0.95 * predicted
-
-    @property
     def admission(self) -> int:
         """Number of its last admission to the batch."""
         return int(self._table.data[self.row, ADMISSION])

@@ -84,7 +84,7 @@ class Simulation:
         self._policy = policy or FifoLeastWorkPolicy()
         self._policy.reset(policy_seed)
         self._outside = frozenset(outside)
-        self._answer = Signal(self.env)
+        self._answer: Signal | None = None
         gpu_model = make_gpu_model(config)
         params = config.worker.vllm_params
 
@@ -162,17 +162,16 @@ class Simulation:
 
     def advance(self) -> Decision | None:
         """Runs to the next decision for the driver; None when all is done or at the horizon."""
-        step, ledger, requests = self.env.step, self.ledger, self._num_requests
-        while self.pending is None and ledger.ended_requests < requests:
-            if self.horizon_reached:
-                break
+        step = self.env.step
+        while self.pending is None and not self.done and not self.horizon_reached:
             step()
         return self.pending
 
     def answer(self, answer: int) -> None:
         """Answers the pending decision."""
-        self.pending = None
-        self._answer.fire(answer)
+        assert self._answer is not None
+        signal, self._answer, self.pending = self._answer, None, None
+        signal.fire(answer)
 
     def run(self) -> Metrics:
         """Runs to the end and summarises."""
@@ -190,8 +189,8 @@ class Simulation:
         if decision.kind not in self._outside:
             return self._policy.choose(decision)
         self.pending = decision
-        self._answer = Signal(self.env)
-        answer: int = yield self._answer
+        self._answer = signal = Signal(self.env)
+        answer: int = yield signal
         return answer
 
     def metrics(self) -> Metrics:

@@ -47,6 +47,19 @@ def kv_area(prompt: float, output: float) -> float:
     return output * (prompt + output / 2)
 
 
+def remaining_output(
+    data: NDArray[np.float64], generated: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Output tokens still to come, as predicted; at least 1.
+
+    Args:
+        data: Rows of the request table, shape (n, COLUMNS).
+        generated: Tokens generated, shape (n,).
+    """
+    remaining: NDArray[np.float64] = np.maximum(1.0, data[:, PREDICTED_OUTPUT] - generated)
+    return remaining
+
+
 class RequestTable:
     """One row a live request; rows are reused.
 

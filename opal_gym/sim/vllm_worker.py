@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import simpy
+from numpy.typing import NDArray
 
 from opal_gym.config import Config
 from opal_gym.sim.batch import BatchMetadata
@@ -33,7 +34,7 @@ from opal_gym.sim.request import LLMRequest, RequestPhase, VLLMSchedulerRequest,
 from opal_gym.sim.router import Router
 from opal_gym.sim.span import MAX_SPAN_STEPS, Span
 from opal_gym.sim.steps import StepLog
-from opal_gym.sim.table import ORIGIN_STEP, PREDICTED_OUTPUT, PROMPT, RequestTable
+from opal_gym.sim.table import ORIGIN_STEP, PROMPT, RequestTable, remaining_output
 from opal_gym.sim.timeseries import TimeSeries
 
 logger = logging.getLogger(__name__)
@@ -701,11 +702,16 @@ class LLMWorkerVLLMScheduler:
         moment = (self.rebuild_id, self.steps.count, len(self.batch))
         if moment != self._peak_moment:
             data = self.table.data.take(self.batch.rows, axis=0)
-            generated = np.maximum(0.0, self.steps.count - data[:, ORIGIN_STEP])
-            remaining = np.maximum(1.0, data[:, PREDICTED_OUTPUT] - generated)
+            generated = self.tokens_generated(data)
+            remaining = remaining_output(data, generated)
             self._peak = PeakKV(data[:, PROMPT] + generated, remaining)
             self._peak_moment = moment
         return self._peak
+
+    def tokens_generated(self, data: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Tokens that requests have generated since the last (re)start, by their table rows."""
+        generated: NDArray[np.float64] = np.maximum(0.0, self.steps.count - data[:, ORIGIN_STEP])
+        return generated
 
     def predicted_step_times(self, budgets: Sequence[int]) -> list[float]:
         """Seconds of the coming step if prefills, then the queue's head, fill each budget."""

@@ -39,7 +39,7 @@ class V1BatchBuilder(BatchBuilder):
         worker, params = self._worker, self._worker.params
         self.made_room = self._waits = False
         self._tokens = {}
-        self.chunk_budget = yield from self._choose_chunk_budget()
+        yield from self._choose_chunk_budget(chunk_question(worker))
         # The cap keeps a long prompt from starving others: one that is alone starves nobody.
         is_alone = len(worker.batch) + len(worker.waiting_requests) <= 1
         cap = 0 if is_alone else params.long_prefill_token_threshold
@@ -71,15 +71,6 @@ class V1BatchBuilder(BatchBuilder):
     def _chunks(self) -> list[tuple[VLLMSchedulerRequest, int]]:
         """Tokens so far of the requests that are not in lockstep."""
         return [(r, tokens) for r, tokens in self._tokens.items() if not r.in_lockstep]
-
-    def _choose_chunk_budget(self) -> Generator[simpy.Event, Any, int]:
-        """Asks CHUNK; all of the budget where it is not asked."""
-        question = chunk_question(self._worker)
-        if question is None:
-            return self._worker.params.max_num_batched_tokens
-        budget = yield from self._ask(question)
-        assert budget is not None
-        return budget
 
     # ------------------------------------------------------------------- running
 

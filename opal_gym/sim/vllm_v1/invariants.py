@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from opal_gym.sim.invariants import _check_blocks
-from opal_gym.sim.request import RequestPhase
+from opal_gym.sim.invariants import _check_blocks, _check_limits, _check_table
+from opal_gym.sim.request import RequestPhase, by_age
 from opal_gym.sim.vllm_v1.request import V1Request
 
 if TYPE_CHECKING:
@@ -22,16 +22,14 @@ def check_v1_worker(worker: LLMWorkerVLLMV1) -> None:
         AssertionError: An invariant is violated; the message says which, with its numbers.
     """
     _check_blocks(worker)
+    _check_limits(worker)
+    _check_table(worker)
     _check_batch(worker)
     _check_queue(worker)
 
 
 def _check_batch(worker: LLMWorkerVLLMV1) -> None:
-    batch, params = worker.batch, worker.params
-    tokens = sum(batch.request_tokens.values())
-    assert batch.total_tokens == tokens, f"batch of {batch.total_tokens} tokens != {tokens}"
-    assert tokens <= params.max_num_batched_tokens, f"{tokens} tokens exceed the budget"
-    assert len(batch) <= params.max_num_seqs, f"{len(batch)} sequences exceed max_num_seqs"
+    batch = worker.batch
     groups = [*batch.decode_requests, *batch.prefill_requests]
     assert sorted(groups) == sorted(batch.running), f"{groups} != running {list(batch.running)}"
     admissions = [request.admission for request in batch]
@@ -48,6 +46,9 @@ def _check_batch(worker: LLMWorkerVLLMV1) -> None:
 
 def _check_queue(worker: LLMWorkerVLLMV1) -> None:
     queue = worker.waiting_requests
+    if queue:
+        first, oldest = min(queue, key=by_age).request_id, queue.oldest().request_id
+        assert oldest == first, f"oldest request {oldest} != {first}"
     for request in queue:
         assert request.parked == (request.allocated_blocks > 0), f"{request.request_id} parked"
         allowed = PARKED_PHASES if request.parked else WAITING_PHASES

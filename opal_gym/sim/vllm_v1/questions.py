@@ -75,13 +75,9 @@ def preempt_question(worker: LLMWorkerVLLMV1) -> Question[V1Request]:
 
 
 def _running(worker: LLMWorkerVLLMV1, options: Sequence[V1Request]) -> Running:
-    return Running(
-        worker.table.data.take([request.row for request in options], axis=0),
-        generated=_column([request.decode_tokens_generated for request in options]),
-        held=_column([request.tokens_held for request in options]),
-        remaining=_column([request.predicted_remaining for request in options]),
-        nearly_finished=np.array([request.nearly_finished for request in options]),
-    )
+    data = worker.table.data.take([request.row for request in options], axis=0)
+    held = _column([request.tokens_held for request in options])
+    return Running.of(data, worker.tokens_generated(data), held)
 
 
 def admit_question(worker: LLMWorkerVLLMV1, budget: TokenBudget) -> Question[Admission] | None:

@@ -27,6 +27,7 @@ class V1WaitingQueue(WaitingQueue):
         self._policy = policy
         self._waiting: list[V1Request] = []
         self._parked: list[V1Request] = []
+        self._ages: list[VLLMSchedulerRequest] = []
         self._back, self._front = count(1), count(-1, -1)
 
     def __len__(self) -> int:
@@ -37,13 +38,11 @@ class V1WaitingQueue(WaitingQueue):
 
     def append(self, request: VLLMSchedulerRequest) -> None:
         """Adds an arrival."""
-        self.prompt_tokens += request.prompt_tokens
-        self._insert(self._waiting, request, next(self._back))
+        self._join(request, next(self._back))
 
     def push_front(self, request: VLLMSchedulerRequest) -> None:
         """Adds a request that gave up its blocks."""
-        self.prompt_tokens += request.prompt_tokens
-        self._insert(self._waiting, request, next(self._front))
+        self._join(request, next(self._front))
 
     def park(self, request: V1Request) -> None:
         """A waiting request took blocks for its remote load."""
@@ -55,6 +54,7 @@ class V1WaitingQueue(WaitingQueue):
         """Takes a request out, wherever it stands."""
         assert isinstance(request, V1Request)
         self.prompt_tokens -= request.prompt_tokens
+        del self._ages[bisect_left(self._ages, request.order, key=by_age)]
         self._delete(self._parked if request.parked else self._waiting, request)
         request.parked = False
 
@@ -69,7 +69,12 @@ class V1WaitingQueue(WaitingQueue):
 
     def oldest(self) -> VLLMSchedulerRequest:
         """The request that arrived first."""
-        return min(self, key=by_age)
+        return self._ages[0]
+
+    def _join(self, request: VLLMSchedulerRequest, place: int) -> None:
+        self.prompt_tokens += request.prompt_tokens
+        insort(self._ages, request, key=by_age)
+        self._insert(self._waiting, request, place)
 
     def _insert(self, queue: list[V1Request], request: VLLMSchedulerRequest, place: int) -> None:
         assert isinstance(request, V1Request)

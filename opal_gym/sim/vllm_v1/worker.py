@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import simpy
+from numpy.typing import NDArray
 
 from opal_gym.sim.gpu_model import Chunk
-from opal_gym.sim.peak import PeakKV
 from opal_gym.sim.questions import StepPlan
 from opal_gym.sim.request import RequestPhase, VLLMSchedulerRequest, by_age, note_first
 from opal_gym.sim.span import Span
-from opal_gym.sim.table import DELIVERED, ORIGIN_STEP, PREDICTED_OUTPUT, PROMPT
+from opal_gym.sim.table import DELIVERED, ORIGIN_STEP
 from opal_gym.sim.vllm_v1.admission import Admission
 from opal_gym.sim.vllm_v1.batch import RunningBatch
 from opal_gym.sim.vllm_v1.batch_builder import V1BatchBuilder
@@ -260,16 +260,12 @@ class LLMWorkerVLLMV1(LLMWorkerVLLMScheduler):
             reverse=True,
         )
 
-    def peak_kv(self) -> PeakKV:
-        """Predicted peak of the batch's KV memory; evicted requests keep what they generated."""
-        moment = (self.rebuild_id, self.steps.count, len(self.batch))
-        if moment != self._peak_moment:
-            data = self.table.data[self.batch.rows]
-            generated = np.maximum(data[:, DELIVERED], self.steps.count - data[:, ORIGIN_STEP])
-            remaining = np.maximum(1.0, data[:, PREDICTED_OUTPUT] - generated)
-            self._peak = PeakKV(data[:, PROMPT] + generated, remaining)
-            self._peak_moment = moment
-        return self._peak
+    def tokens_generated(self, data: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Tokens that requests have generated, by their table rows; evictions do not take them."""
+        generated: NDArray[np.float64] = np.maximum(
+            data[:, DELIVERED], self.steps.count - data[:, ORIGIN_STEP]
+        )
+        return generated
 
     def _waiting_chunks(self, tokens: int) -> list[Chunk]:
         """Chunks of the running prefills, then of the queue's head, up to `tokens` tokens."""
