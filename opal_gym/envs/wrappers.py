@@ -68,7 +68,9 @@ class RuleActionWrapper(gym.Wrapper[Observation, Any, Observation, Any], RecordC
         victim: Mapping[str, Rule],
         chunk: Mapping[str, Rule],
     ) -> None:
-        RecordConstructorArgs.__init__(self, admit=admit, victim=victim, chunk=chunk)
+        RecordConstructorArgs.__init__(
+            self, admit=dict(admit), victim=dict(victim), chunk=dict(chunk)
+        )
         gym.Wrapper.__init__(self, env)
         self._base = _base_of(env)
         self._rules = {
