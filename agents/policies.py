@@ -5,23 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from agents.grid import GRAMMAR, Heuristic
 from agents.heuristics import (
     RandomPolicy,
     RulePolicy,
     first,
-    least,
     most,
     stop,
 )
+from agents.presets import PREFIX, load_preset
 from opal_gym.sim.decision import Policy
 from opal_gym.sim.policies import FifoLeastWorkPolicy
 
 POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
     {
         "fifo-lwd": FifoLeastWorkPolicy,
-        "vllm-fcfs": lambda: RulePolicy(preempt=most("admission_rank")),
-        "sjf": lambda: RulePolicy(admit=least("predicted_output_tokens")),
-        "spf": lambda: RulePolicy(admit=least("prompt_tokens")),
+        "vllm-fcfs": Heuristic(victim="latest").policy,
+        "sjf": Heuristic("sjf").policy,
+        "mem-sjf": Heuristic("mem-sjf").policy,
+        "spf": Heuristic("spf").policy,
+        "aged-sjf": Heuristic("aged").policy,
+        "weighted-sjf": Heuristic("weighted-sjf").policy,
+        "gate": Heuristic(gate="1.0").policy,
+        "mem-sjf-gate": Heuristic("mem-sjf", gate="1.0").policy,
+        "spf-slack": Heuristic("spf", chunk="slack-29ms").policy,
+        "watermark": Heuristic(gate="watermark").policy,
+        # Means what it says where the simulation tells true lengths:
+        # simulation.length_information = "oracle".
+        "oracle-combo": Heuristic("mem-sjf", "1.0", "longest", "1/16").policy,
         "most-work": lambda: RulePolicy(preempt=most("work_lost")),
         "random": RandomPolicy,
         "always-first": lambda: RulePolicy(admit=first, preempt=first, chunk=first),
@@ -34,18 +45,32 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
 SINGLE_STAGE = "single-stage"
 """Not a policy of the vLLM worker but the worker without batching, to compare with."""
 
+OTHERS = f"{PREFIX}NAME (of agents/presets, or a preset's file), or a heuristic {GRAMMAR}"
+"""What other names there are."""
+
 
 def policy_names() -> list[str]:
-    """Names that `make_policy` knows, the reference baseline first."""
+    """Names that `make_policy` knows, the reference baseline first; there are also `OTHERS`."""
     return list(POLICIES)
 
 
 def make_policy(name: str) -> Policy:
     """A new policy.
 
+    Args:
+        name: One of `policy_names()`; `preset:NAME`, which `scripts/tune.py` has written; or the
+            rules of a heuristic, such as `admit=mem-sjf,gate=0.95,victim=longest,chunk=1/8`.
+
     Raises:
         ValueError: No policy has that name.
     """
-    if name not in POLICIES:
-        raise ValueError(f"policy: got {name!r}; allowed: one of {', '.join(POLICIES)}")
-    return POLICIES[name]()
+    if name in POLICIES:
+        return POLICIES[name]()
+    try:
+        if name.startswith(PREFIX):
+            return Heuristic.parse(load_preset(name.removeprefix(PREFIX))).policy()
+        if "=" in name:
+            return Heuristic.parse(name).policy()
+    except ValueError as error:
+        raise ValueError(f"policy {name!r}: {error}") from None
+    raise ValueError(f"policy: got {name!r}; allowed: one of {', '.join(POLICIES)}; {OTHERS}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,21 @@ def load_source(source: Source) -> Config:
         highest = arrivals.load[1] if isinstance(arrivals.load, tuple) else arrivals.load
         changes["workload.arrivals.load"] = highest if source.load is None else source.load
     return load_config(config, {**changes, **source.overrides})
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """The key and the value of `key=value`; a value that is not JSON is a string.
+
+    Raises:
+        ConfigError: The text has another form.
+    """
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise ConfigError(f"--set: got {text!r}; allowed: key=value")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
 
 
 def detect_format(path: Path) -> TraceFormat:

@@ -6,17 +6,13 @@ python scripts/evaluate.py --trace configs/samples/azure_like.csv --policies fif
 
 from __future__ import annotations
 
-import json
-import platform
-import shlex
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,21 +20,22 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from agents import policy_names
+from agents import make_policy, policy_names
 from agents.evaluation import Job, Run, draw_workload, run_jobs
 from agents.files import check_writable, write_atomically
-from agents.policies import SINGLE_STAGE
+from agents.policies import OTHERS, SINGLE_STAGE
 from agents.progress import progress_bar
+from agents.provenance import provenance
 from agents.report import print_tables
 from agents.results import results, to_json
-from agents.sources import Source, load_source
+from agents.seeds import TEST
+from agents.sources import Source, load_source, parse_override
 from agents.summary import Evaluation
 from opal_gym.config import Config, ConfigError
 from opal_gym.sim.simulation import accepted_requests
 from opal_gym.sim.workloads import TraceError, Workload
 
 DEFAULT_WORKLOADS = 5
-PACKAGES = ("opal-gym", "gymnasium", "numpy", "pydantic", "simpy")
 BAD_INPUT, INTERRUPTED = 2, 130
 
 
@@ -62,14 +59,15 @@ class Arguments:
         tyro.conf.arg(
             help="Policies; the others are compared with the first. One or more of "
             + ", ".join(policy_names())
-            + f"; or {SINGLE_STAGE}, the worker that serves one request at a time"
+            + f"; {OTHERS}; or {SINGLE_STAGE}, the worker that serves one request at a time"
         ),
     ] = (policy_names()[0],)
     workloads: int | None = None
     """Workloads, with consecutive seeds; default: 5, or 1 for a fixed window of a trace, in which
     another seed changes nothing but the predicted lengths."""
-    seed: int = 0
-    """Seed of the first workload."""
+    seed: int = TEST.start
+    """Seed of the first workload; 0 to 9999 are for tests, 10000 to 19999 for tuning, and the rest
+    for training."""
     requests: int | None = None
     """Requests of a workload; default: 1000 for scenarios, the whole window for --trace."""
     load: float | None = None
@@ -179,22 +177,17 @@ def check_policies(policies: Sequence[str], through_env: bool) -> None:
     if through_env and SINGLE_STAGE in policies:
         raise InputError(f"--policies: got {SINGLE_STAGE!r}; allowed: without --through-env")
     for name in policies:
-        if name not in (*policy_names(), SINGLE_STAGE):
-            allowed = ", ".join((*policy_names(), SINGLE_STAGE))
-            raise InputError(f"--policies: got {name!r}; allowed: one of {allowed}")
+        if name != SINGLE_STAGE:
+            check_policy(name)
         if policies.count(name) > 1:
             raise InputError(f"--policies: got {name!r} twice; allowed: each once")
 
 
-def parse_override(text: str) -> tuple[str, Any]:
-    """A key and its value; what is not JSON is a string."""
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise InputError(f"--set: got {text!r}; allowed: key=value")
+def check_policy(name: str) -> None:
     try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
+        make_policy(name)
+    except ValueError as error:
+        raise InputError(f"--policies: {error}; or {SINGLE_STAGE}") from None
 
 
 def draw_workloads(config: Config, first_seed: int, count: int | None) -> dict[int, Workload]:
@@ -236,7 +229,8 @@ def make_jobs(arguments: Arguments, config: Config, seeds: Sequence[int], out: P
 
 
 def records_path(out: Path, policy: str, seed: int) -> Path:
-    return out / "records" / f"{policy}-{seed}.jsonl.gz"
+    name = re.sub(r"[^\w=,.-]", "_", policy)
+    return out / "records" / f"{name}-{seed}.jsonl.gz"
 
 
 # --- running -------------------------------------------------------------------------------------
@@ -330,16 +324,9 @@ def details_of(
 
 def meta_of(arguments: Arguments, started: float, complete: bool) -> dict[str, Any]:
     return {
-        "complete": complete,
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "created": datetime.fromtimestamp(started, timezone.utc).isoformat(timespec="seconds"),
-        "wall_s": round(time.time() - started, 3),
+        **provenance(started, complete=complete),
         "workers": arguments.workers,
         "through_env": arguments.through_env,
-        "versions": {
-            "python": platform.python_version(),
-            **{package: version(package) for package in PACKAGES},
-        },
     }
 
 

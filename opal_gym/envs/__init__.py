@@ -1,5 +1,18 @@
 """The Gymnasium environment around the simulation."""
 
 from opal_gym.envs.opal_vllm import OpalVLLMEnv, Snapshot
+from opal_gym.envs.wrappers import (
+    MaskObservationWrapper,
+    PriorityActionWrapper,
+    RuleActionWrapper,
+    TimeDiscountWrapper,
+)
 
-__all__ = ["OpalVLLMEnv", "Snapshot"]
+__all__ = [
+    "MaskObservationWrapper",
+    "OpalVLLMEnv",
+    "PriorityActionWrapper",
+    "RuleActionWrapper",
+    "Snapshot",
+    "TimeDiscountWrapper",
+]
