@@ -138,32 +138,47 @@ def exact_value(
     """
     paid = np.zeros((2, len(edges)))
     np.cumsum(prices * np.diff(edges), axis=1, out=paid[:, 1:])
-    drops, seconds = _drops(stays.memory), stays.seconds
-    total = 0.0
-    for earliest, stay, ends, drop in zip(
-        stays.arrival + seconds, seconds, stays.ends, drops, strict=True
-    ):
+    stay_rows = zip(
+        stays.arrival.tolist(),
+        stays.seconds.tolist(),
+        stays.ends,
+        _drops(stays.memory),
+        strict=True,
+    )
+    least = sum(_least_cost(edges, paid, *row) for row in stay_rows)
+    return float(least - (capacity * paid[:, -1:]).sum())
 
-        def cost(completion: FloatArray) -> FloatArray:
-            slot = np.interp(completion, edges, paid[0]) - np.interp(
-                completion - stay, edges, paid[0]
-            )
-            held = np.interp(completion, edges, paid[1])[:, None] - np.interp(
-                completion[:, None] - ends, edges, paid[1]
-            )
-            value: FloatArray = completion + slot + held @ drop
-            return value
 
-        # As prices are not negative, no completion after a cost that was found can be better.
-        limit = cost(np.array([earliest])).item()
-        at_edges = edges[(edges > earliest) & (edges < limit)]
-        least = min(limit, cost(at_edges).min(initial=np.inf))
-        lags = np.unique(np.append(ends, stay))
-        near = edges[(edges > earliest - stay) & (edges < least)]
-        corners = (near[:, None] + lags).ravel()
-        corners = corners[(corners > earliest) & (corners < least)]
-        total += min(least, cost(corners).min(initial=np.inf))
-    return float(total - (capacity * paid[:, -1:]).sum())
+def _least_cost(
+    edges: FloatArray,
+    paid: FloatArray,
+    arrival: float,
+    seconds: float,
+    ends: FloatArray,
+    drops: FloatArray,
+) -> float:
+    """Least completion time plus charges of one request, s.
+
+    As no price is negative, no completion later than a cost that was found can be better.
+    """
+    slots_paid, pools_paid = paid
+
+    def cost(completion: FloatArray) -> FloatArray:
+        slot = np.interp(completion, edges, slots_paid)
+        slot -= np.interp(completion - seconds, edges, slots_paid)
+        pool = np.interp(completion, edges, pools_paid)[:, None]
+        pool = pool - np.interp(completion[:, None] - ends, edges, pools_paid)
+        total: FloatArray = completion + slot + pool @ drops
+        return total
+
+    earliest = arrival + seconds
+    least: float = cost(np.array([earliest])).item()
+    at_edges = edges[(edges > earliest) & (edges < least)]
+    least = min(least, cost(at_edges).min(initial=np.inf))
+    near = edges[(edges > earliest - seconds) & (edges < least)]
+    corners = (near[:, None] + np.unique(np.append(ends, seconds))).ravel()
+    corners = corners[(corners > earliest) & (corners < least)]
+    return float(min(least, cost(corners).min(initial=np.inf)))
 
 
 def _drops(memory: FloatArray) -> FloatArray:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -166,7 +167,8 @@ class Residencies:
         # is left than these take.
         for left in (np.ones_like(prompt), *(_ceil(part * computed) for part in PREFILL_PARTS)):
             ends.append(decode_s + prefill(prompt, left))
-            memories.append(memory(prompt - left + 1, common))
+            # The last step holds the token that it makes, too.
+            memories.append(memory(np.where(left == 1, first, prompt - left + 1), common))
         row = np.repeat(np.arange(len(prompt)), stop - first)
         begin = np.cumsum(stop - first) - (stop - first)
         context = np.arange(len(row)) - begin[row] + first[row]
@@ -219,7 +221,8 @@ def shared_tokens(config: Config, workload: Workload) -> IntArray:
         for hashes in workload.hash_ids
     ]
     tokens = np.array(blocks, np.int64) * config.kvc.hash_block_tokens
-    return np.minimum(workload.prompt_tokens, tokens)
+    shared: IntArray = np.minimum(workload.prompt_tokens, tokens)
+    return shared
 
 
 def cacheable_tokens(config: Config, workload: Workload, shared: IntArray) -> IntArray:
@@ -235,8 +238,10 @@ def cacheable_tokens(config: Config, workload: Workload, shared: IntArray) -> In
         cached = shared
     else:
         cached = np.zeros_like(shared)
-    return np.minimum(cached, workload.prompt_tokens - 1)
+    most: IntArray = np.minimum(cached, workload.prompt_tokens - 1)
+    return most
 
 
-def _ceil(values: FloatArray) -> IntArray:
-    return np.ceil(values).astype(np.int64)
+def _ceil(values: NDArray[np.floating[Any]]) -> IntArray:
+    whole: IntArray = np.ceil(values).astype(np.int64)
+    return whole

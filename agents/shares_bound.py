@@ -193,13 +193,13 @@ def step_shares(
     steps, n = stays.steps, len(stays.arrival)
     occupancy = theta / slots + (1 - theta) * steps.memory
     share = time.fixed_s * occupancy + time.decode_s + time.context_s * steps.context
-    work = np.bincount(steps.row, share, n)
-    distance = np.bincount(steps.row, share * steps.before_end, n)
+    work = _by_request(steps.row, share, n)
+    distance = _by_request(steps.row, share * steps.before_end, n)
     if time.token_s is not None:
         tokens = time.token_s * stays.computed + time.half_pair_s * _pairs(stays)
         held = time.fixed_s * theta / slots * -(-stays.computed // max_tokens)
-        work += tokens + held
-        distance += tokens * (stays.decode_s + tokens / 2) + held * stays.decode_s
+        work = work + tokens + held
+        distance = distance + tokens * (stays.decode_s + tokens / 2) + held * stays.decode_s
     return _shares(work, distance)
 
 
@@ -210,3 +210,9 @@ def _pairs(stays: Residencies) -> IntArray:
 
 def _shares(work: FloatArray, distance: FloatArray) -> Shares:
     return Shares(work, distance / np.where(work > 0, work, 1.0))
+
+
+def _by_request(row: IntArray, values: FloatArray, requests: int) -> FloatArray:
+    """Sums of the values of each request's steps, shape (requests,)."""
+    # Without any step, NumPy counts in whole numbers.
+    return np.bincount(row, values, requests).astype(np.float64)
