@@ -264,17 +264,29 @@ def test_never_above_a_policy_on_seeded_cases() -> None:
         assert_below_policies(seeded_case(seed, sharing=seed % 3 == 0), f"seeded_case({seed})")
 
 
-@pytest.mark.parametrize("model", ["calibrated", "roofline"])
+@pytest.mark.parametrize(
+    "timing",
+    [
+        {"model": "calibrated"},
+        {"model": "roofline"},
+        {"model": "simple", "mfu": 0.6, "mbu": 0.8, "overhead_s": 0.002},
+    ],
+    ids=lambda timing: timing["model"],
+)
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     "scenario", ["slot8-heavy", "mem-chat-burst", "mem-longctx", "prod-mix", "opal-docs"]
 )
-def test_never_above_a_policy_on_scenarios(scenario: str, model: str) -> None:
+def test_never_above_a_policy_on_scenarios(
+    scenario: str, workers: int, timing: dict[str, Any]
+) -> None:
     config = load_config(
         scenario,
         {
             "workload.num_requests": 60,
             "workload.arrivals.load": 2.0,
-            "worker.inference_params": {"model": model},
+            "simulation.num_workers": workers,
+            "worker.inference_params": timing,
             "worker.vllm_params.enable_prefix_caching": scenario == "opal-docs",
         },
     )
