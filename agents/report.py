@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agents.comparison import LEVEL, Difference
-from agents.summary import ILLEGAL, Evaluation
+from agents.summary import ILLEGAL, MEAN_E2E, Evaluation
 
 ILLEGAL_SHARE_LIMIT = 0.01
 """A policy with a larger share of illegal actions is marked."""
@@ -45,7 +45,21 @@ def _means_table(evaluation: Evaluation, policies: Sequence[str], title: str) ->
             format_number(measure.scale * evaluation.mean(policy, measure)) for policy in policies
         ]
         table.add_row(measure.label, *cells)
+        if measure == MEAN_E2E and evaluation.bounds:
+            _add_bounds(table, evaluation, policies)
     return table
+
+
+def _add_bounds(table: Table, evaluation: Evaluation, policies: Sequence[str]) -> None:
+    """What no scheduler's mean is below, and by how much each policy's is above it."""
+    bounds = [evaluation.bound(policy) for policy in policies]
+    gaps = [evaluation.gap(policy) for policy in policies]
+    table.add_row(
+        "  lower bound (s)", *("–" if bound is None else format_number(bound) for bound in bounds)
+    )
+    table.add_row(
+        "  gap to it (%)", *("–" if gap is None else f"{100 * gap:+,.1f}" for gap in gaps)
+    )
 
 
 def _differences_table(evaluation: Evaluation, policies: Sequence[str], title: str) -> Table:

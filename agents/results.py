@@ -31,6 +31,11 @@ def results(evaluation: Evaluation, run_details: Mapping[tuple[str, int], Any]) 
             for measure in measures
             if (difference := evaluation.difference(policy, measure))
         ],
+        "lower_bounds": [
+            {"workload_seed": seed, "mean": bound.mean, **asdict(bound)}
+            for seed, bound in evaluation.bounds.items()
+        ],
+        "gaps": {policy: evaluation.gap(policy) for policy in evaluation.finished_policies},
         "runs": [
             {**asdict(run), **run_details[run.policy, run.workload_seed]} for run in evaluation.runs
         ],

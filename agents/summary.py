@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from agents.comparison import Difference, paired_difference
 from agents.evaluation import Run
+from agents.lower_bound import LowerBound
+from agents.policies import SINGLE_STAGE
 from opal_gym.config import Config
 from opal_gym.sim.metrics import Metrics
 
@@ -48,6 +50,7 @@ LATENCIES = [
     )
     for statistic in ("mean", "p50", "p99")
 ]
+MEAN_E2E = next(measure for measure in LATENCIES if measure.key == "e2e_s.mean")
 GOODPUT = Measure("strict goodput (%)", "goodput", 100)
 WEIGHTED = [
     Measure("weighted slowdown", "weighted_slowdown"),
@@ -78,20 +81,28 @@ class Evaluation:
         config: What was simulated.
         policies: Names of the policies; the others are compared with the first.
         runs: The runs.
+        bounds: Lower bounds on the mean E2E latency, by workload seed; empty: none were computed.
     """
 
     config: Config
     policies: tuple[str, ...]
     runs: tuple[Run, ...]
+    bounds: Mapping[int, LowerBound] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Config, policies: Sequence[str], runs: Iterable[Run]) -> Evaluation:
+    def of(
+        cls,
+        config: Config,
+        policies: Sequence[str],
+        runs: Iterable[Run],
+        bounds: Mapping[int, LowerBound] | None = None,
+    ) -> Evaluation:
         """Runs that finished in any order."""
 
         def place(run: Run) -> tuple[int, int]:
             return policies.index(run.policy), run.workload_seed
 
-        return cls(config, tuple(policies), tuple(sorted(runs, key=place)))
+        return cls(config, tuple(policies), tuple(sorted(runs, key=place)), bounds or {})
 
     @property
     def workload_seeds(self) -> list[int]:
@@ -133,3 +144,18 @@ class Evaluation:
         return paired_difference(
             [values[seed] for seed in seeds], [reference[seed] for seed in seeds]
         )
+
+    def bound(self, policy: str) -> float | None:
+        """Mean of the lower bounds of a policy's workloads, s; None where there is none.
+
+        The bounds are of the worker with a batch, so not of the single-stage worker.
+        """
+        seeds = self.values(policy, MEAN_E2E)
+        if policy == SINGLE_STAGE or not self.bounds:
+            return None
+        return float(np.mean([self.bounds[seed].mean for seed in seeds]))
+
+    def gap(self, policy: str) -> float | None:
+        """By how much of the lower bound a policy's mean E2E latency is above it."""
+        bound = self.bound(policy)
+        return None if bound is None else self.mean(policy, MEAN_E2E) / bound - 1

@@ -23,6 +23,7 @@ from rich.console import Console
 from agents import make_policy, policy_names
 from agents.evaluation import Job, Run, draw_workload, run_jobs
 from agents.files import check_writable, write_atomically
+from agents.lower_bound import LowerBound, lower_bound, no_bound_reason
 from agents.policies import OTHERS, SINGLE_STAGE
 from agents.progress import progress_bar
 from agents.provenance import provenance
@@ -97,6 +98,8 @@ class Arguments:
     """Directory of the results; default: results/<scenario>."""
     no_records: bool = False
     """Do not write the requests' records."""
+    no_bound: bool = False
+    """Do not compute the lower bound on the mean E2E latency (some seconds a workload)."""
 
 
 def main(arguments: Arguments) -> int:
@@ -117,7 +120,9 @@ def main(arguments: Arguments) -> int:
     if not runs:
         console.print("interrupted before any run had finished; nothing was written")
         return INTERRUPTED
-    evaluation = Evaluation.of(config, arguments.policies, runs)
+    wants_bounds = not (arguments.no_bound or interrupted)
+    bounds = bounds_of(config, workloads, console) if wants_bounds else {}
+    evaluation = Evaluation.of(config, arguments.policies, runs, bounds)
     print_tables(evaluation, console)
     print_rejections(evaluation, console)
     meta = meta_of(arguments, started, complete=not interrupted)
@@ -255,6 +260,19 @@ def run_all(
     except KeyboardInterrupt:
         return runs, True
     return runs, False
+
+
+def bounds_of(
+    config: Config, workloads: Mapping[int, Workload], console: Console
+) -> dict[int, LowerBound]:
+    """Lower bounds by workload seed; none, and the reason is printed, where none holds."""
+    reason = no_bound_reason(config)
+    if reason:
+        console.print(f"no lower bound: {reason}", soft_wrap=True)
+        return {}
+    with progress_bar("workloads") as progress:
+        seeds = progress.track(list(workloads), description="lower bound")
+        return {seed: lower_bound(config, workloads[seed]) for seed in seeds}
 
 
 # --- what is said about it -----------------------------------------------------------------------

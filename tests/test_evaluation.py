@@ -23,7 +23,9 @@ from agents import make_policy
 from agents.comparison import Difference, bootstrap_interval, paired_difference
 from agents.evaluation import Job, Run, run_in_process, run_jobs, run_through_env
 from agents.files import write_atomically
+from agents.lower_bound import LowerBound
 from agents.report import format_difference, format_number, print_tables
+from agents.results import results
 from agents.sources import Source, detect_format, load_source
 from agents.summary import Evaluation, Measure
 from opal_gym.config import CONFIGS, ConfigError, load_config
@@ -555,3 +557,34 @@ def test_processes_end_when_nobody_waits_for_them_any_more() -> None:
     next(runs)
     runs.close()
     assert multiprocessing.active_children() == before
+
+
+class TestLowerBounds:
+    def test_stand_beside_the_means_with_each_gap(self) -> None:
+        """Bounds of 8 and 12, mean 10: means of 15 and 11 are 50 % and 10 % above."""
+        runs = [a_run("a", 0, 10), a_run("a", 1, 20), a_run("b", 0, 9), a_run("b", 1, 13)]
+        bounds = {0: LowerBound(7.0, prices=8.0), 1: LowerBound(12.0)}
+        evaluation = Evaluation.of(tiny_config(), ["a", "b"], runs, bounds)
+        rows = rows_of(printed(evaluation))
+        assert rows["lower bound (s)"] == ["10.0", "10.0"]
+        assert rows["gap to it (%)"] == ["+50.0", "+10.0"]
+        written = results(evaluation, {(run.policy, run.workload_seed): {} for run in runs})
+        assert written["gaps"] == pytest.approx({"a": 0.5, "b": 0.1})
+        assert [bound["mean"] for bound in written["lower_bounds"]] == [8, 12]
+
+    def test_say_nothing_about_the_single_stage_worker(self) -> None:
+        runs = [a_run("a", 0, 10), a_run("single-stage", 0, 90)]
+        evaluation = Evaluation.of(tiny_config(), ["a", "single-stage"], runs, {0: LowerBound(8)})
+        assert rows_of(printed(evaluation))["gap to it (%)"] == ["+25.0", "–"]
+
+    def test_are_computed_unless_told_otherwise(self, main: Main, tmp_path: Path) -> None:
+        _, out, _ = main(out=tmp_path / "a", no_records=True, **TINY)
+        assert "lower bound (s)" in out
+        assert len(without_meta(tmp_path / "a")["lower_bounds"]) == 2
+        _, out, _ = main(out=tmp_path / "b", no_records=True, no_bound=True, **TINY)
+        assert "lower bound" not in out
+
+    def test_a_horizon_has_none_and_says_so(self, main: Main, tmp_path: Path) -> None:
+        changes = (("env.horizon_s=30",),)
+        _, out, _ = main(out=tmp_path, no_records=True, set=changes, **TINY)
+        assert "no lower bound: a horizon" in out
