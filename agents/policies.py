@@ -13,7 +13,10 @@ from agents.heuristics import (
     most,
     stop,
 )
-from agents.presets import PREFIX, load_preset
+from agents.learning.policy_file import PREFIX as PRETRAINED
+from agents.learning.policy_file import load_policy
+from agents.presets import PREFIX as PRESET
+from agents.presets import load_preset
 from opal_gym.sim.decision import Policy
 from opal_gym.sim.policies import FifoLeastWorkPolicy
 
@@ -45,7 +48,10 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
 SINGLE_STAGE = "single-stage"
 """Not a policy of the vLLM worker but the worker without batching, to compare with."""
 
-OTHERS = f"{PREFIX}NAME (of agents/presets, or a preset's file), or a heuristic {GRAMMAR}"
+OTHERS = (
+    f"{PRETRAINED}NAME (of agents/pretrained, or a file of scripts/train.py), "
+    f"{PRESET}NAME (of agents/presets, or a preset's file), or a heuristic {GRAMMAR}"
+)
 """What other names there are."""
 
 
@@ -58,8 +64,9 @@ def make_policy(name: str) -> Policy:
     """A new policy.
 
     Args:
-        name: One of `policy_names()`; `preset:NAME`, which `scripts/tune.py` has written; or the
-            rules of a heuristic, such as `admit=mem-sjf,gate=0.95,victim=longest,chunk=1/8`.
+        name: One of `policy_names()`; `pretrained:NAME`, which `scripts/train.py` has written;
+            `preset:NAME`, which `scripts/tune.py` has written; or the rules of a heuristic, such
+            as `admit=mem-sjf,gate=0.95,victim=longest,chunk=1/8`.
 
     Raises:
         ValueError: No policy has that name.
@@ -67,8 +74,10 @@ def make_policy(name: str) -> Policy:
     if name in POLICIES:
         return POLICIES[name]()
     try:
-        if name.startswith(PREFIX):
-            return Heuristic.parse(load_preset(name.removeprefix(PREFIX))).policy()
+        if name.startswith(PRETRAINED):
+            return load_policy(name.removeprefix(PRETRAINED))
+        if name.startswith(PRESET):
+            return Heuristic.parse(load_preset(name.removeprefix(PRESET))).policy()
         if "=" in name:
             return Heuristic.parse(name).policy()
     except ValueError as error:
