@@ -100,9 +100,9 @@ class TestImitation:
     def test_it_learns_what_a_heuristic_does(self) -> None:
         """Among ten candidates and more a guess would agree in a tenth of the cases."""
         torch.manual_seed(0)
-        module = PointerModule((24, 24))
+        module = PointerModule()
         given = demonstrations("admit=sjf,chunk=1/8", 4)
-        assert imitate(module, given, epochs=12, batch_size=32) > 0.8
+        assert imitate(module, given, epochs=12, batch_size=32) > 0.95
 
     def test_softened_logits_are_scaled(self) -> None:
         module = PointerModule((6, 5))
@@ -309,6 +309,7 @@ class TestScript:
         )
         return path
 
+    @pytest.mark.slow
     def test_killed_at_some_moment_it_goes_on_and_ends_alike(self, tmp_path: Path) -> None:
         path = self.written(tmp_path)
         whole, parts = tmp_path / "whole", tmp_path / "parts"

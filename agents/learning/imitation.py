@@ -15,7 +15,7 @@ def imitate(
     *,
     epochs: int,
     batch_size: int = 256,
-    learning_rate: float = 3e-3,
+    learning_rate: float = 1e-2,
 ) -> float:
     """Fits a network to demonstrated choices by cross-entropy.
 
