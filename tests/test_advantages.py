@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import exp
 
 import numpy as np
@@ -9,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agents.learning.advantages import ReturnCurve, paired_advantages
-from agents.learning.inputs import CONTEXT
+from agents.learning.advantages import ReturnCurve, paired_advantages, return_differences
+from agents.learning.inputs import CONTEXT, KINDS
 from agents.learning.rollouts import Rollout
 from opal_gym.sim.candidates import FEATURES
 
@@ -62,17 +63,34 @@ def test_of_decisions_at_one_time_the_others_see_the_first() -> None:
 def test_advantages_are_against_the_mean_of_the_others_at_the_same_time() -> None:
     """From 0: -8 against the mean of -4 and -6; from 2: -6 against that of -2 and -3."""
     a, b, c = rollout([0, 2, 4], [-2, -6]), rollout([0, 4], [-4]), rollout([0, 4], [-6])
-    first, second, third = paired_advantages([a, b, c], NEVER)
+    first, second, third = return_differences([a, b, c], NEVER)
     assert first == pytest.approx([-8 + 5, -6 + 2.5])
     assert second == pytest.approx([-4 + 7])
     assert third == pytest.approx([-6 + 6], abs=1e-9)
 
 
 def test_without_decisions_there_are_no_advantages() -> None:
-    assert [len(each) for each in paired_advantages([rollout([3], []), rollout([3], [])], 1)] == [
-        0,
-        0,
-    ]
+    nothing = [rollout([3], []), rollout([3], [])]
+    assert [len(each) for each in paired_advantages([nothing], 1)[0]] == [0, 0]
+
+
+def test_what_the_state_explains_is_no_advantage() -> None:
+    """Returns that are twice the first gauge: the difference between any two is explained.
+
+    Four rollouts of 200 decisions a second apart, each with its own gauge g; every decision's
+    return is g * 2 (all is earned at the last). Without the gauges the differences remain.
+    """
+    rng = np.random.default_rng(0)
+    gauges = rng.random(4)
+    rollouts = []
+    for gauge in gauges:
+        each = rollout(list(range(201)), [0.0] * 199 + [2 * gauge])
+        each.context[:, len(KINDS)] = gauge
+        rollouts.append(each)
+    unseen = [replace(each, context=np.zeros_like(each.context)) for each in rollouts]
+    spread = np.std(np.concatenate(paired_advantages([unseen], NEVER)[0]))
+    assert spread == pytest.approx(np.std(2 * gauges) * 4 / 3)
+    assert np.abs(np.concatenate(paired_advantages([rollouts], NEVER)[0])).max() < 0.01 * spread
 
 
 @settings(max_examples=50)
@@ -91,5 +109,5 @@ def test_advantages_of_the_first_decision_sum_to_nothing(
         rollout([0.0, *np.cumsum([dt for dt, _ in episode])], [reward for _, reward in episode])
         for episode in episodes
     ]
-    firsts = [each[0] for each in paired_advantages(rollouts, 7.0)]
+    firsts = [each[0] for each in return_differences(rollouts, 7.0)]
     assert sum(firsts) == pytest.approx(0, abs=1e-9)

@@ -68,7 +68,7 @@ class PairedPPO(MaskablePPO):
         """Runs the episodes of an iteration."""
         callback.on_rollout_start()
         groups = self._groups(self.policy.pointer.network())
-        advantages = [paired_advantages(group, self._time_constant_s) for group in groups]
+        advantages = paired_advantages(groups, self._time_constant_s)
         self.rollout_buffer = EpisodeBuffer(
             list(chain.from_iterable(groups)), list(chain.from_iterable(advantages)), self.rng
         )
