@@ -1,6 +1,7 @@
 # make setup      a virtual environment with the base packages (no PyTorch)
 # make evaluate   compare the built-in policies; writes results/default
 # make test       all tests, slow ones too; adds the training and development packages
+# make results    measure the published comparisons; writes docs/results.md
 # make check      linter, formatter and type checker
 # make clean      remove the virtual environment, caches and built packages; results/ and runs/ stay
 #
@@ -15,7 +16,7 @@ PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c const
 BASE := $(VENV)/.stamp-base
 FULL := $(VENV)/.stamp-full
 
-.PHONY: setup evaluate test check clean
+.PHONY: setup evaluate test results check clean
 .DEFAULT_GOAL := setup
 
 setup: $(BASE)
@@ -33,6 +34,10 @@ $(FULL): $(BASE) constraints.txt
 
 evaluate: $(BASE)
 	$(PY) scripts/evaluate.py --out results/default
+
+# No PyTorch: trained policies decide in NumPy.
+results: $(BASE)
+	$(PY) scripts/results.py --workers 2
 
 # Two processes, one thread each.
 test: $(FULL)

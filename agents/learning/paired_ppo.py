@@ -45,15 +45,25 @@ class PairedPPO(MaskablePPO):
         env: `OpalVLLM-v0`.
         groups: Runs the episodes.
         time_constant_s: Time constant of the discount, s.
+        relative: Advantages are shares of the absolute mean score of the group.
         kwargs: Arguments of `MaskablePPO`.
     """
 
     policy: PointerPolicy
     rollout_buffer: EpisodeBuffer  # type: ignore[assignment]
 
-    def __init__(self, env: Any, groups: Groups, *, time_constant_s: float, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        env: Any,
+        groups: Groups,
+        *,
+        time_constant_s: float,
+        relative: bool,
+        **kwargs: Any,
+    ) -> None:
         self._groups = groups
         self._time_constant_s = time_constant_s
+        self._relative = relative
         self.rng = np.random.default_rng(0)
         super().__init__(PointerPolicy, env, n_steps=2, vf_coef=0.0, device="cpu", **kwargs)
 
@@ -69,11 +79,16 @@ class PairedPPO(MaskablePPO):
         callback.on_rollout_start()
         groups = self._groups(self.policy.pointer.network())
         advantages = paired_advantages(groups, self._time_constant_s)
+        scores = [[rollout.score for rollout in group] for group in groups]
+        if self._relative:
+            advantages = [
+                [each / abs(np.mean(score)) for each in group]
+                for group, score in zip(advantages, scores, strict=True)
+            ]
         self.rollout_buffer = EpisodeBuffer(
             list(chain.from_iterable(groups)), list(chain.from_iterable(advantages)), self.rng
         )
         self.num_timesteps += len(self.rollout_buffer)
-        scores = [[rollout.score for rollout in group] for group in groups]
         self.logger.record("rollout/score", float(np.mean(scores)))
         self.logger.record("rollout/spread", float(np.mean(np.std(scores, axis=1))))
         callback.on_rollout_end()
@@ -93,6 +108,7 @@ class PairedPPOTrainer(Trainer):
             gymnasium.make("OpalVLLM-v0", scenario=self.workload(0)[0]),
             self._run_groups,
             time_constant_s=settings.time_constant_s,
+            relative=settings.relative,
             policy_kwargs={"hidden": settings.hidden},
             learning_rate=settings.learning_rate,
             ent_coef=settings.entropy,

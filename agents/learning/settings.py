@@ -51,6 +51,11 @@ class PairedPPOSettings(Settings):
     rollouts: int = Field(8, ge=2, description="Episodes of each of them.")
     time_constant_s: Positive = Field(30.0, description="Time constant of the discount, s.")
     hidden: tuple[Count, Count] = Field((48, 48), description="Hidden units of the two layers.")
+    relative: bool = Field(
+        False,
+        description="Advantages are shares of what the workload's episodes cost, so that easy and "
+        "hard loads weigh alike.",
+    )
     learning_rate: Positive = 3e-4
     final_learning_rate: Positive = Field(3e-5, description="Reached linearly at the end.")
     entropy: float = Field(0.003, ge=0, description="Coefficient of the entropy.")

@@ -34,7 +34,8 @@ class Score:
     """A policy's result on the validation workloads.
 
     Attributes:
-        value: Mean of the metric over loads, of the mean over a load's workloads.
+        value: Geometric mean over the loads of the mean over a load's workloads, so that a load at
+            which all is slow does not outweigh the others.
         by_load: The mean of each load.
     """
 
@@ -70,7 +71,7 @@ def score(training: TrainingConfig, metrics: Sequence[Metrics]) -> Score:
     measure = METRICS[training.metric].measure
     values = np.array([measure.of(each) for each in metrics])
     by_load = values.reshape(-1, training.validation.workloads).mean(axis=1)
-    return Score(float(by_load.mean()), tuple(map(float, by_load)))
+    return Score(float(np.exp(np.log(by_load).mean())), tuple(map(float, by_load)))
 
 
 def is_better(training: TrainingConfig, value: float, than: float | None) -> bool:

@@ -1,0 +1,165 @@
+"""The page of the published comparisons, in Markdown, and its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from agents.comparison import Difference
+from agents.published import REQUESTS, Outcome, entries
+from agents.tuning import METRICS, MetricName
+
+NOTHING = "–"
+HEADROOM = 0.02
+"""A scenario has headroom if the search or true lengths are better than the grid by so much."""
+COLUMNS = ("baseline", "grid", "grid, true lengths", "search", "learned")
+
+
+def page(outcomes: Sequence[Outcome], command: str) -> str:
+    """The whole page.
+
+    Args:
+        outcomes: The cases.
+        command: What made it.
+    """
+    workloads = len(next(iter(outcomes[0].runs.values())))
+    sections = [
+        "# Results",
+        f"Made by `{command}` from `agents/presets` and `agents/pretrained`. Numbers are means "
+        f"over {workloads} test workloads of {REQUESTS:,} requests (seeds 0 to {workloads - 1}), "
+        "which no training, tuning or choice of a checkpoint has seen; step times are those of the "
+        "`calibrated` model; differences are paired by workload, with 95 % bootstrap intervals. "
+        "Policies see predicted output lengths (σ = 0.6) unless the column says otherwise.",
+        "## Headroom",
+        "What better decisions can gain at most, before anything is learned: the baseline "
+        "(`fifo-lwd`), the best member of the tuned grid (`scripts/tune.py`, chosen on validation "
+        "workloads), the best with true output lengths, a scoring policy found by CMA-ES, and the "
+        "lower bound on the mean E2E latency that no scheduler is below. A scenario is labelled "
+        f"*none* where neither true lengths nor the search gain {HEADROOM:.0%} on the grid.",
+        table(["case", "metric", *COLUMNS[:4], "lower bound", "headroom"], map(headroom, outcomes)),
+        "## Learned policies against the tuned grid",
+        "The opponent is the grid's best member for this scenario and load (of `rich-chat`, the "
+        "baseline). Negative is better.",
+        table(
+            ["case", "metric", "opponent", "learned", "difference", "floor", "goal", "verdict"],
+            map(comparison, outcomes),
+        ),
+        "## Who pays for it",
+        "A mean can be bought with the starvation of a few. p99 of E2E, Jain's index of the "
+        "requests' speeds (1: all are slowed alike), and strict goodput, weighted by tenant.",
+        table(
+            ["case", "policy", "mean E2E (s)", "p99 E2E (s)", "Jain index", "weighted goodput (%)"],
+            [row for outcome in outcomes for row in fairness(outcome)],
+        ),
+        "## Who took part",
+        table(
+            ["case", "column", "policy"],
+            [
+                [outcome.case.title, column, f"`{entry.policy}`"]
+                for outcome in outcomes
+                for column, entry in entries(outcome.case).items()
+            ],
+        ),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def headroom(outcome: Outcome) -> list[str]:
+    """A row of the headroom map."""
+    case = outcome.case
+    means = [mean(outcome, column) for column in COLUMNS[:4]]
+    bound = NOTHING
+    if case.metric == "e2e" and outcome.bounds:
+        bound = number(float(np.mean(outcome.bounds)))
+    return [case.title, METRICS[case.metric].measure.label, *means, bound, label(outcome)]
+
+
+def label(outcome: Outcome) -> str:
+    """Whether there is anything to be learned."""
+    better = [c for c in ("grid, true lengths", "search", "learned") if c in outcome.runs]
+    if "grid" not in outcome.runs or not better:
+        return NOTHING
+    grid = outcome.mean("grid")
+    gain = 1 - min(outcome.mean(column) for column in better) / grid
+    return f"{gain:.1%}" if gain >= HEADROOM else "none"
+
+
+def comparison(outcome: Outcome) -> list[str]:
+    """A row of the learned policies' table."""
+    case = outcome.case
+    return [
+        case.title,
+        METRICS[case.metric].measure.label,
+        mean(outcome, outcome.opponent),
+        mean(outcome, "learned"),
+        difference(outcome.difference("learned")),
+        NOTHING if case.floor is None else f"{case.floor:+.0%}",
+        NOTHING if case.goal is None else f"{case.goal:+.0%}",
+        outcome.verdict(),
+    ]
+
+
+def fairness(outcome: Outcome) -> list[list[str]]:
+    """The rows of a case."""
+    columns = [column for column in COLUMNS if column in outcome.runs]
+    measured: tuple[Callable[[str], float], ...] = (
+        lambda column: outcome.mean(column, "e2e"),
+        lambda column: outcome.mean(column, "e2e-p99"),
+        lambda column: float(np.mean([r.metrics["jain_index"] for r in outcome.runs[column]])),
+        lambda column: 100 * outcome.mean(column, "weighted-goodput"),
+    )
+    return [
+        [outcome.case.title, column, *(number(measure(column)) for measure in measured)]
+        for column in columns
+    ]
+
+
+def mean(outcome: Outcome, column: str, metric: MetricName | None = None) -> str:
+    """A column's mean, or that it did not take part."""
+    return number(outcome.mean(column, metric)) if column in outcome.runs else NOTHING
+
+
+def difference(of: Difference | None) -> str:
+    """A relative difference with its interval."""
+    if of is None or of.relative is None:
+        return NOTHING
+    if of.low is None or of.high is None:
+        return f"{of.relative:+.1%}"
+    scale = of.relative / of.mean if of.mean else 0.0
+    return f"{of.relative:+.1%} [{of.low * scale:+.1%}, {of.high * scale:+.1%}]"
+
+
+def number(value: float) -> str:
+    """Four significant digits."""
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """All numbers of the page."""
+    return {
+        "cases": [
+            {
+                **asdict(outcome.case),
+                "opponent": outcome.opponent,
+                "verdict": outcome.verdict(),
+                "bounds": list(outcome.bounds),
+                "columns": {
+                    column: {
+                        **asdict(entry),
+                        "runs": [asdict(run) for run in outcome.runs[column]],
+                    }
+                    for column, entry in entries(outcome.case).items()
+                },
+            }
+            for outcome in outcomes
+        ]
+    }
