@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -15,8 +17,9 @@ from agents.learning.policy_file import pretrained_names
 from agents.presets import PREFIX as PRESET
 from agents.presets import preset_names
 from agents.seeds import TEST
+from agents.sources import Source, load_source
 from agents.tuning import METRICS, MetricName
-from opal_gym.config import Config, load_config
+from opal_gym.config import Config, DecisionName
 
 WORKLOADS = 20
 REQUESTS = 1000
@@ -35,6 +38,7 @@ class Case:
         floor: Most that the learned policy's metric may differ from the opponent's, as a share.
         goal: What is aimed at.
         learned: Name of the learned policy in `agents/pretrained`.
+        trace: A trace file; `scenario` is then the worker that replays a window of it.
     """
 
     scenario: str
@@ -44,11 +48,12 @@ class Case:
     floor: float | None = None
     goal: float | None = None
     learned: str | None = None
+    trace: Path | None = None
 
     @property
     def title(self) -> str:
         """How tables call it."""
-        return f"{self.scenario}, load {self.load:g}"
+        return self.scenario if self.trace else f"{self.scenario}, load {self.load:g}"
 
     @property
     def preset(self) -> str:
@@ -57,13 +62,14 @@ class Case:
 
     def config(self, length_information: str = "predicted") -> Config:
         """What is simulated."""
-        return load_config(
-            self.scenario,
-            {
-                "workload.num_requests": REQUESTS,
-                "workload.arrivals.load": self.load,
-                "simulation.length_information": length_information,
-            },
+        return load_source(
+            Source(
+                scenario=self.scenario,
+                trace=self.trace,
+                requests=REQUESTS,
+                load=None if self.trace else self.load,
+                overrides={"simulation.length_information": length_information},
+            )
         )
 
 
@@ -83,6 +89,10 @@ CASES = (
 ORACLE, SEARCH = "-oracle", "-search"
 """Endings of the names of the grid tuned with true lengths, and of a searched scoring policy."""
 
+KINDS = get_args(DecisionName)
+TRANSFER = "from "
+"""Begins the column of a policy that was trained on another scenario."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -97,6 +107,15 @@ class Entry:
     length_information: str = "predicted"
 
 
+def trace_cases(directory: Path) -> list[Case]:
+    """Windows of recorded traces, for the transfer of policies; those that are there."""
+    cases = [
+        Case("trace-azure-conv", 1.0, trace=directory / "AzureLLMInferenceTrace_conv.csv"),
+        Case("trace-mooncake", 1.0, trace=directory / "mooncake_conversation_trace.jsonl.gz"),
+    ]
+    return [case for case in cases if case.trace is not None and case.trace.is_file()]
+
+
 def entries(case: Case) -> dict[str, Entry]:
     """Who takes part in a case, by the column; those whose files are not there are left out."""
     found = {"baseline": Entry(BASELINE)}
@@ -109,7 +128,16 @@ def entries(case: Case) -> dict[str, Entry]:
     if case.scenario + SEARCH in trained:
         found["search"] = Entry(PRETRAINED + case.scenario + SEARCH)
     if case.learned in trained:
-        found["learned"] = Entry(f"{PRETRAINED}{case.learned}")
+        own = f"{PRETRAINED}{case.learned}"
+        found["learned"] = Entry(own)
+        found["learned, no lengths"] = Entry(own, "none")
+        found["learned, true lengths"] = Entry(own, "oracle")
+        for kind in KINDS:
+            rest = "+".join(other for other in KINDS if other != kind)
+            found[f"learned, without {kind}"] = Entry(f"{own},decisions={rest}")
+    for name in trained:
+        if name != case.learned and not name.endswith(SEARCH):
+            found[TRANSFER + name] = Entry(PRETRAINED + name)
     return found
 
 
@@ -136,7 +164,7 @@ class Outcome:
     @cached_property
     def opponent(self) -> str:
         """The column that the learned policy is held against."""
-        return "baseline" if self.case.against == BASELINE else "grid"
+        return "baseline" if self.case.against == BASELINE or self.case.trace else "grid"
 
     def values(self, column: str, metric: MetricName | None = None) -> list[float]:
         """The metric of each workload."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from agents.comparison import Difference
-from agents.published import REQUESTS, Outcome, entries
+from agents.published import KINDS, REQUESTS, TRANSFER, Outcome, entries
 from agents.tuning import METRICS, MetricName
 
 NOTHING = "–"
@@ -26,6 +26,8 @@ def page(outcomes: Sequence[Outcome], command: str) -> str:
         command: What made it.
     """
     workloads = len(next(iter(outcomes[0].runs.values())))
+    learned = [outcome for outcome in outcomes if "learned" in outcome.runs]
+    cases = [outcome for outcome in outcomes if not outcome.case.trace]
     sections = [
         "# Results",
         f"Made by `{command}` from `agents/presets` and `agents/pretrained`. Numbers are means "
@@ -39,13 +41,13 @@ def page(outcomes: Sequence[Outcome], command: str) -> str:
         "workloads), the best with true output lengths, a scoring policy found by CMA-ES, and the "
         "lower bound on the mean E2E latency that no scheduler is below. A scenario is labelled "
         f"*none* where neither true lengths nor the search gain {HEADROOM:.0%} on the grid.",
-        table(["case", "metric", *COLUMNS[:4], "lower bound", "headroom"], map(headroom, outcomes)),
+        table(["case", "metric", *COLUMNS[:4], "lower bound", "headroom"], map(headroom, cases)),
         "## Learned policies against the tuned grid",
         "The opponent is the grid's best member for this scenario and load (of `rich-chat`, the "
         "baseline). Negative is better.",
         table(
             ["case", "metric", "opponent", "learned", "difference", "floor", "goal", "verdict"],
-            map(comparison, outcomes),
+            map(comparison, cases),
         ),
         "## Who pays for it",
         "A mean can be bought with the starvation of a few. p99 of E2E, Jain's index of the "
@@ -54,6 +56,30 @@ def page(outcomes: Sequence[Outcome], command: str) -> str:
             ["case", "policy", "mean E2E (s)", "p99 E2E (s)", "Jain index", "weighted goodput (%)"],
             [row for outcome in outcomes for row in fairness(outcome)],
         ),
+        "## What the lengths are worth",
+        "The same learned policy, told nothing of output lengths (every prediction is the same), "
+        "predictions, or the truth.",
+        table(
+            ["case", "metric", "none", "predicted", "true"],
+            [
+                columns_of(outcome, ["learned, no lengths", "learned", "learned, true lengths"])
+                for outcome in learned
+            ],
+        ),
+        "## What each decision is worth",
+        "The learned policy without one kind of decision, which the baseline makes.",
+        table(
+            ["case", "metric", "all", *(f"without {kind}" for kind in KINDS)],
+            [
+                columns_of(outcome, ["learned", *(f"learned, without {kind}" for kind in KINDS)])
+                for outcome in learned
+            ],
+        ),
+        "## Transfer",
+        "Policies on scenarios that they were not trained on, and on windows of recorded traces "
+        "(not part of this repository): difference from the tuned grid's best, or from the "
+        "baseline where no grid was tuned (marked *).",
+        transfer(outcomes),
         "## Who took part",
         table(
             ["case", "column", "policy"],
@@ -106,6 +132,23 @@ def comparison(outcome: Outcome) -> list[str]:
         NOTHING if case.goal is None else f"{case.goal:+.0%}",
         outcome.verdict(),
     ]
+
+
+def columns_of(outcome: Outcome, columns: Sequence[str]) -> list[str]:
+    """A row of the case's metric in some columns."""
+    label = METRICS[outcome.case.metric].measure.label
+    return [outcome.case.title, label, *(mean(outcome, column) for column in columns)]
+
+
+def transfer(outcomes: Sequence[Outcome]) -> str:
+    """The table of policies on the other scenarios."""
+    names = sorted({c for outcome in outcomes for c in outcome.runs if c.startswith(TRANSFER)})
+    rows = []
+    for outcome in outcomes:
+        mark = "" if outcome.opponent in outcome.runs and outcome.opponent == "grid" else " *"
+        cells = [difference(outcome.difference(name)) for name in ("learned", *names)]
+        rows.append([outcome.case.title + mark, *cells])
+    return table(["case", "its own", *(name.removeprefix(TRANSFER) for name in names)], rows)
 
 
 def fairness(outcome: Outcome) -> list[list[str]]:

@@ -22,12 +22,13 @@ from agents.files import check_writable, write_atomically
 from agents.lower_bound import lower_bound
 from agents.progress import progress_bar
 from agents.provenance import provenance
-from agents.published import CASES, WORKLOADS, Case, Outcome, entries, jobs
+from agents.published import CASES, WORKLOADS, Case, Outcome, entries, jobs, trace_cases
 from agents.published_page import as_json, page
 from agents.results import to_json
 from agents.seeds import TEST
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS, TRACES = ROOT / "docs", ROOT / "../shared/data/traces"
 BAD_INPUT, INTERRUPTED = 2, 130
 
 
@@ -43,6 +44,8 @@ class Arguments:
     """Test workloads of each case, with seeds from 0."""
     cases: tuple[str, ...] = ()
     """Scenarios; default: all of the published table."""
+    traces: Path = TRACES
+    """Directory of the recorded traces; without its files transfer to them is not measured."""
     workers: int = 1
     """Processes; the results do not depend on it."""
     out: Path = DOCS
@@ -83,7 +86,9 @@ def chosen(arguments: Arguments) -> list[Case]:
         raise ValueError(f"--workloads: got {arguments.workloads}; allowed: {allowed}")
     if arguments.workers < 1:
         raise ValueError(f"--workers: got {arguments.workers}; allowed: at least 1")
-    return [case for case in CASES if not arguments.cases or case.scenario in arguments.cases]
+    if arguments.cases:
+        return [case for case in CASES if case.scenario in arguments.cases]
+    return [*CASES, *trace_cases(arguments.traces)]
 
 
 def measure(cases: Sequence[Case], workloads: int, workers: int) -> list[Outcome]:

@@ -147,6 +147,13 @@ class TestFiles:
         ):
             load_policy(path)
 
+    def test_some_decisions_can_be_taken_from_it(self, tmp_path: Path) -> None:
+        path = TrainedPolicy(network(), ("ADMIT", "CHUNK", "PREEMPT"), {}).save(tmp_path / "x")
+        assert not isinstance(load_policy(path), PartialPolicy)
+        assert isinstance(load_policy(f"{path},decisions=ADMIT+CHUNK"), PartialPolicy)
+        with pytest.raises(ValueError, match="decisions: got 'GUESS'; allowed: CHUNK, PREEMPT"):
+            load_policy(f"{path},decisions=ADMIT+GUESS")
+
     def test_an_unknown_name_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"policy 'pretrained:nope': got 'nope'; allowed: an"):
             make_policy("pretrained:nope")

@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -92,7 +92,7 @@ class PartialPolicy(Policy):
         decisions: Names of these kinds.
     """
 
-    def __init__(self, policy: Policy, decisions: tuple[DecisionName, ...]) -> None:
+    def __init__(self, policy: Policy, decisions: tuple[str, ...]) -> None:
         self._policy, self._decisions = policy, decisions
 
     def choose(self, decision: Decision) -> int:
@@ -112,11 +112,21 @@ def load_policy(name: str | Path) -> Policy:
 
     Args:
         name: One of `pretrained_names()`, or the path of a file that scripts/train.py wrote.
+            `NAME,decisions=ADMIT+CHUNK` lets the policy decide these alone, and the baseline the
+            rest.
 
     Raises:
-        ValueError: There is no such policy, or its file is none.
+        ValueError: There is no such policy, its file is none, or a decision is not known.
     """
-    return load_trained(name).policy()
+    file, _, decisions = str(name).partition(",decisions=")
+    trained = load_trained(file)
+    if not decisions:
+        return trained.policy()
+    allowed = get_args(DecisionName)
+    for kind in decisions.split("+"):
+        if kind not in allowed:
+            raise ValueError(f"decisions: got {kind!r}; allowed: {', '.join(allowed)}, joined by +")
+    return PartialPolicy(trained.policy(), tuple(decisions.split("+")))
 
 
 def load_trained(name: str | Path) -> TrainedPolicy:
