@@ -17,8 +17,10 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from agents.cards import card
 from agents.evaluation import Run, draw_workload, run_jobs
 from agents.files import check_writable, write_atomically
+from agents.learning.policy_file import PRETRAINED, load_trained, pretrained_names
 from agents.lower_bound import lower_bound
 from agents.progress import progress_bar
 from agents.provenance import provenance
@@ -49,7 +51,7 @@ class Arguments:
     workers: int = 1
     """Processes; the results do not depend on it."""
     out: Path = DOCS
-    """Directory of results.md and results.json."""
+    """Directory of results.md, results.json and, unless it is docs, the policies' cards."""
 
 
 def main(arguments: Arguments) -> int:
@@ -70,10 +72,19 @@ def main(arguments: Arguments) -> int:
     write_atomically(arguments.out / "results.json", to_json({**as_json(outcomes), "meta": meta}))
     path = arguments.out / "results.md"
     write_atomically(path, page(outcomes, meta["command"]).encode())
+    write_cards(outcomes, arguments.out)
     for outcome in outcomes:
         console.print(f"{outcome.case.title}: {outcome.verdict()}", highlight=False)
     console.print(f"written: {path}", soft_wrap=True)
     return 0
+
+
+def write_cards(outcomes: Sequence[Outcome], out: Path) -> None:
+    """The cards of the shipped policies: beside them if the page is the published one."""
+    directory = PRETRAINED if out == DOCS else out
+    for name in pretrained_names():
+        text = card(name, load_trained(name), outcomes)
+        write_atomically(directory / f"{name}.md", text.encode())
 
 
 def chosen(arguments: Arguments) -> list[Case]:
