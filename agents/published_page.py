@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from agents.comparison import Difference
+from agents.learning_curves import PARTS, LearningCurve, learning_curves
 from agents.published import KINDS, REQUESTS, TRANSFER, Outcome, entries
 from agents.tuning import METRICS, MetricName
 
@@ -80,6 +81,14 @@ def page(outcomes: Sequence[Outcome], command: str) -> str:
         "(not part of this repository): difference from the tuned grid's best, or from the "
         "baseline where no grid was tuned (marked *).",
         transfer(outcomes),
+        "## Learning curves",
+        "Results on the validation workloads in the course of the training (the metric of the "
+        "case, a geometric mean over the training's loads); the mean over the seeds, and their "
+        "smallest and greatest.",
+        table(
+            ["training", "seeds", *(f"{part:.0%}" for part in PARTS)],
+            [curve_row(curve) for curve in learning_curves()],
+        ),
         "## Who took part",
         table(
             ["case", "column", "policy"],
@@ -132,6 +141,15 @@ def comparison(outcome: Outcome) -> list[str]:
         NOTHING if case.goal is None else f"{case.goal:+.0%}",
         outcome.verdict(),
     ]
+
+
+def curve_row(curve: LearningCurve) -> list[str]:
+    """A row of the learning curves."""
+    cells = [
+        f"{number(float(np.mean(values)))} ({number(min(values))}–{number(max(values))})"
+        for values in curve.values
+    ]
+    return [curve.name, ", ".join(map(str, curve.seeds)), *cells]
 
 
 def columns_of(outcome: Outcome, columns: Sequence[str]) -> list[str]:

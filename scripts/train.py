@@ -24,7 +24,7 @@ from rich.console import Console
 from agents.files import check_writable, write_atomically
 from agents.missing import require
 from agents.progress import progress_bar
-from agents.provenance import provenance
+from agents.provenance import PACKAGES, TRAINING_PACKAGES, provenance
 from agents.results import to_json
 from opal_gym.config import ConfigError
 from opal_gym.sim.workloads import TraceError
@@ -101,19 +101,29 @@ def train(training: TrainingConfig, out: Path, workers: int, console: Console) -
         try:
             run = Run(training, out, processes, configure(str(out), ["tensorboard"]))
             console.print(what_runs(run), highlight=False, soft_wrap=True)
+            describe(run, started, workers)
             iterate(run)
         except KeyboardInterrupt:
             console.print(f"interrupted; the same command goes on from {out}", soft_wrap=True)
             return INTERRUPTED
-    describe = {
-        "training": training.model_dump(mode="json"),
-        "validations": run.progress.validations,
-        "best": run.progress.best,
-        "meta": {**provenance(started, complete=True), "workers": workers},
-    }
-    write_atomically(out / "run.json", to_json(describe))
+    describe(run, started, workers)
     console.print(f"best on validation: {run.progress.best:.5g}; written: {out}", soft_wrap=True)
     return 0
+
+
+def describe(run: Run, started: float, workers: int) -> None:
+    """Writes run.json: at the beginning of a process, so that a kill leaves it, and at the end."""
+    packages = (*PACKAGES, *TRAINING_PACKAGES)
+    about = {
+        "training": run.training.model_dump(mode="json"),
+        "validations": run.progress.validations,
+        "best": run.progress.best,
+        "meta": {
+            **provenance(started, complete=run.done, packages=packages),
+            "workers": workers,
+        },
+    }
+    write_atomically(run.directory / "run.json", to_json(about))
 
 
 def what_runs(run: Run) -> str:

@@ -15,8 +15,9 @@ from agents.cards import card
 from agents.evaluation import Run
 from agents.learning.policy_file import TrainedPolicy
 from agents.learning.scoring import ScoringWeights
+from agents.learning_curves import learning_curves
 from agents.published import CASES, Case, Outcome, entries, jobs
-from agents.published_page import as_json, label, page, table
+from agents.published_page import as_json, curve_row, label, page, table
 from agents.seeds import TEST
 
 ROOT = Path(__file__).parents[1]
@@ -139,3 +140,21 @@ def test_the_script_refuses(arguments: list[str], message: str) -> None:
     result = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     assert result.returncode == 2
     assert result.stderr.startswith(f"error: {message}")
+
+
+def test_learning_curves_over_seeds(tmp_path: Path) -> None:
+    """Of 20 iterations, validated at 0, 10 and 20: a tenth lies at iteration 2."""
+    for seed, values in ((1, [4.0, 3.0, 2.0]), (0, [5.0, 2.0, 1.0])):
+        run = {
+            "training": {"name": "x", "seed": seed, "algorithm": {"iterations": 20}},
+            "validations": [
+                {"iteration": 10 * i, "value": value} for i, value in enumerate(values)
+            ],
+        }
+        (tmp_path / f"x-{seed}.json").write_text(json.dumps(run))
+    (curve,) = learning_curves(tmp_path)
+    assert curve.seeds == (0, 1)
+    assert np.array(curve.values) == pytest.approx(
+        np.array([[5, 4], [4.4, 3.8], [3.5, 3.5], [2, 3], [1.5, 2.5], [1, 2]])
+    )
+    assert curve_row(curve)[:3] == ["x", "0, 1", "4.5 (4–5)"]

@@ -323,14 +323,16 @@ class TestScript:
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert 2 <= self.iteration(parts) < 6
-        assert not (parts / "run.json").exists()
+        assert not json.loads((parts / "run.json").read_text())["meta"]["complete"]
         result = subprocess.run(
             self.command(path, parts), cwd=ROOT, check=True, capture_output=True, text=True
         )
         assert ", from iteration " in result.stdout
         curves = [json.loads((d / "curves.json").read_text()) for d in (whole, parts)]
         assert curves[0] == curves[1]
-        assert json.loads((parts / "run.json").read_text())["meta"]["complete"]
+        about = json.loads((parts / "run.json").read_text())
+        assert about["meta"]["complete"]
+        assert {"torch", "sb3-contrib", "opal-gym"} < set(about["meta"]["versions"])
 
     def iteration(self, directory: Path) -> int:
         """Iterations that `curves.json` tells of; -1: there is none."""
