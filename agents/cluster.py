@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import arg
 from tyro.constructors import PrimitiveConstructorSpec
 
-from agents.evaluation import Job, Run, simulate, write_files
+from agents.evaluation import Files, Job, Run, simulate, write_files
 from agents.missing import require
 
 
@@ -80,8 +82,8 @@ def run_on_cluster(jobs: Sequence[Job]) -> Generator[Run, None, None]:
     """
     import ray
 
-    task = ray.remote(simulate)
-    pending = [task.remote(job) for job in jobs]
+    task, here = ray.remote(_simulate_from), Path.cwd()
+    pending = [task.remote(here, job) for job in jobs]
     try:
         while pending:
             (finished,), pending = ray.wait(pending)
@@ -92,3 +94,10 @@ def run_on_cluster(jobs: Sequence[Job]) -> Generator[Run, None, None]:
         # Nobody waits for the runs under way.
         for each in pending:
             ray.cancel(each, force=True)
+
+
+def _simulate_from(directory: Path, job: Job) -> tuple[Run, Files]:
+    """Runs a job whose relative paths begin at a directory, as they do where it was made."""
+    if directory.is_dir():
+        os.chdir(directory)
+    return simulate(job)
