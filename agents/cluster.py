@@ -41,8 +41,8 @@ def connect(address: str) -> None:
 
     Args:
         address: `host:port` of a cluster's head; `auto`: the cluster that `ray start` began on this
-            machine; `local`: a new one on this machine; empty: RAY_ADDRESS if it is set, else as
-            `auto` if there is such a cluster, else as `local`.
+            machine; `local`: a new one on this machine; empty: the environment's RAY_ADDRESS, or
+            else `local`.
 
     Raises:
         ImportError: Ray is not installed.
@@ -51,10 +51,11 @@ def connect(address: str) -> None:
     require("rllib", "ray")
     import ray
 
+    address = address or os.environ.get("RAY_ADDRESS", "local")
     try:
         _check_reachable(address)
         ray.init(
-            address or None,
+            address,
             ignore_reinit_error=True,
             include_dashboard=False,
             log_to_driver=False,

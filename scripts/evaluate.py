@@ -95,8 +95,8 @@ class Arguments:
     workers: int = 1
     """Processes; the results do not depend on it."""
     ray: RayAddress = None
-    """Spread the runs over a Ray cluster instead: host:port of its head, auto (the one on this
-    machine) or local (a new one); without ADDRESS: RAY_ADDRESS, else auto, else local."""
+    """Spread the runs over a Ray cluster instead: host:port of its head, auto (the one begun on
+    this machine) or local (a new one); without ADDRESS: that of RAY_ADDRESS, or else local."""
     through_env: bool = False
     """Drive OpalVLLM-v0 with the policies' answers, instead of answering in process."""
     out: Path | None = None

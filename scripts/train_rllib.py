@@ -57,8 +57,8 @@ class Arguments:
     """Processes in which environments run, a CPU of the cluster each; which of them simulates which
     workload depends on it. 0: the environments run in this process."""
     address: str = ""
-    """Ray cluster: host:port of its head, auto (the one on this machine) or local (a new one);
-    default: RAY_ADDRESS, else auto, else local."""
+    """Ray cluster: host:port of its head, auto (the one begun on this machine) or local (a new
+    one); default: that of RAY_ADDRESS, or else local."""
     out: Path | None = None
     """Directory of the run; default: runs/NAME-SEED."""
 
