@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -124,7 +123,7 @@ def train(training: TrainingConfig, out: Path, arguments: Arguments, console: Co
 def begun(training: TrainingConfig, out: Path, num_env_runners: int) -> Run:
     """A new run, or one that is taken up."""
     import torch
-    from stable_baselines3.common.logger import configure
+    from stable_baselines3.common.logger import Logger, configure
 
     from agents.learning.processes import Processes
     from agents.learning.rllib_trainer import RLlibTrainer
@@ -132,9 +131,12 @@ def begun(training: TrainingConfig, out: Path, num_env_runners: int) -> Run:
 
     torch.set_num_threads(1)
     logging.getLogger("ray.rllib").setLevel(logging.ERROR)
-    trainer = partial(RLlibTrainer, checkpoints=out / "rllib", runners=num_env_runners)
-    logger = configure(str(out), ["tensorboard"])
-    return Run(training, out, Processes(), logger, lambda *given: trainer(*given[:2]))
+
+    def make(training: TrainingConfig, processes: Processes, logger: Logger) -> RLlibTrainer:
+        checkpoints = out / "rllib"
+        return RLlibTrainer(training, processes, checkpoints=checkpoints, runners=num_env_runners)
+
+    return Run(training, out, Processes(), configure(str(out), ["tensorboard"]), make)
 
 
 if __name__ == "__main__":

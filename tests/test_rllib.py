@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import gymnasium
 import torch
 from ray.rllib.core.columns import Columns
 from ray.rllib.env.env_context import EnvContext
-from stable_baselines3.common.logger import configure
+from stable_baselines3.common.logger import Logger, configure
 
 from agents.evaluation import run_through_env
 from agents.learning.inputs import CONTEXT, KINDS
@@ -65,9 +64,10 @@ def settings(**algorithm: Any) -> TrainingConfig:
 
 
 def started(training: TrainingConfig, directory: Path, runners: int = 2) -> Run:
-    trainer = partial(RLlibTrainer, checkpoints=directory / "rllib", runners=runners)
-    logger = configure(str(directory), ["tensorboard"])
-    return Run(training, directory, Processes(), logger, lambda *given: trainer(*given[:2]))
+    def make(training: TrainingConfig, processes: Processes, logger: Logger) -> RLlibTrainer:
+        return RLlibTrainer(training, processes, checkpoints=directory / "rllib", runners=runners)
+
+    return Run(training, directory, Processes(), configure(str(directory), ["tensorboard"]), make)
 
 
 def trainer_of(run: Run) -> RLlibTrainer:
