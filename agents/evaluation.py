@@ -22,6 +22,9 @@ from opal_gym.sim.metrics import Metrics
 from opal_gym.sim.simulation import Simulation
 from opal_gym.sim.workloads import Workload, make_workload
 
+Files = dict[Path, bytes]
+"""Contents by path."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -75,6 +78,13 @@ def draw_workload(config: Config, seed: int) -> Workload:
 
 def run_job(job: Job) -> Run:
     """Runs a job, and writes its records and its time series."""
+    run, files = simulate(job)
+    write_files(files)
+    return run
+
+
+def simulate(job: Job) -> tuple[Run, Files]:
+    """Runs a job and writes nothing; the run, and its records and its time series as files."""
     changes: dict[str, object] = {"simulation.record_time_series": job.records is not None}
     policy = job.policy
     if policy == SINGLE_STAGE:
@@ -83,11 +93,12 @@ def run_job(job: Job) -> Run:
     drive = run_through_env if job.through_env else run_in_process
     config = load_config(job.config, changes)
     simulation, metrics = drive(config, make_policy(policy), job.workload_seed)
+    files: Files = {}
     if job.records is not None:
-        write_lines(job.records, simulation.records.export())
+        files[job.records] = compressed(simulation.records.export())
         if simulation.time_series:
-            write_lines(time_series_path(job.records), simulation.time_series.export())
-    return Run(job.policy, job.workload_seed, metrics, dict(simulation.ledger.rejections))
+            files[time_series_path(job.records)] = compressed(simulation.time_series.export())
+    return Run(job.policy, job.workload_seed, metrics, dict(simulation.ledger.rejections)), files
 
 
 def run_in_process(
@@ -129,20 +140,31 @@ def time_series_path(records: Path) -> Path:
     return records.parent.parent / "time-series" / records.name
 
 
-def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Writes compressed lines; equal lines give equal bytes."""
+def compressed(lines: Iterable[str]) -> bytes:
+    """Compresses lines; equal lines give equal bytes."""
     text = "".join(f"{line}\n" for line in lines)
-    write_atomically(path, gzip.compress(text.encode(), compresslevel=6, mtime=0))
+    return gzip.compress(text.encode(), compresslevel=6, mtime=0)
 
 
-def run_jobs(jobs: Sequence[Job], workers: int = 1) -> Generator[Run, None, None]:
+def write_files(files: Files) -> None:
+    """Writes what `simulate` gave."""
+    for path, content in files.items():
+        write_atomically(path, content)
+
+
+def run_jobs(jobs: Sequence[Job], workers: int | None = 1) -> Generator[Run, None, None]:
     """Runs jobs, and yields each run when it has finished, in any order.
 
     Args:
         jobs: What to run.
-        workers: Processes; with 1 all runs in this one.
+        workers: Processes; with 1 all runs in this one; None: those of the Ray cluster that
+            `agents.cluster.connect` connected to.
     """
-    if workers == 1:
+    if workers is None:
+        from agents.cluster import run_on_cluster
+
+        yield from run_on_cluster(jobs)
+    elif workers == 1:
         yield from map(run_job, jobs)
     else:
         yield from _run_in_processes(jobs, workers)

@@ -136,8 +136,12 @@ class Search:
         """Runs that have finished."""
         return sum(map(len, self._values.values()))
 
-    def run(self, workers: int = 1) -> Generator[int, None, None]:
-        """Runs all rounds; yields the number of the round, from 1, after each run."""
+    def run(self, workers: int | None = 1) -> Generator[int, None, None]:
+        """Runs all rounds; yields the number of the round, from 1, after each run.
+
+        Args:
+            workers: As `run_jobs` takes them.
+        """
         for number, (members, workloads) in enumerate(self._rounds, start=1):
             if self._ended:
                 self._policies = [each.policy for each in self._ended[-1][:members]]

@@ -2,6 +2,7 @@
 
 python scripts/evaluate.py --policies fifo-lwd sjf spf --workers 2
 python scripts/evaluate.py --trace configs/samples/azure_like.csv --policies fifo-lwd sjf
+python scripts/evaluate.py --policies fifo-lwd sjf spf --ray 10.0.0.1:6379
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tyro
 from rich.console import Console
 
 from agents import make_policy, policy_names
+from agents.cluster import RayAddress, connect
 from agents.evaluation import Job, Run, draw_workload, run_jobs
 from agents.files import check_writable, write_atomically
 from agents.lower_bound import LowerBound, lower_bound, no_bound_reason
@@ -92,6 +94,9 @@ class Arguments:
     """Changes of the configuration, as key=value with dotted keys and JSON values."""
     workers: int = 1
     """Processes; the results do not depend on it."""
+    ray: RayAddress = None
+    """Spread the runs over a Ray cluster instead: host:port of its head, auto (the one begun on
+    this machine) or local (a new one); without ADDRESS: that of RAY_ADDRESS, or else local."""
     through_env: bool = False
     """Drive OpalVLLM-v0 with the policies' answers, instead of answering in process."""
     out: Path | None = None
@@ -106,7 +111,7 @@ def main(arguments: Arguments) -> int:
     console = Console()
     try:
         config, workloads, out = prepare(arguments)
-    except (InputError, ConfigError, TraceError) as error:
+    except (InputError, ConfigError, TraceError, ImportError) as error:
         for line in str(error).splitlines():
             Console(stderr=True).print(f"error: {line}", markup=False, soft_wrap=True)
         return BAD_INPUT
@@ -116,7 +121,8 @@ def main(arguments: Arguments) -> int:
     started = time.time()
     print_what_runs(config, workloads, is_fixed, console)
     jobs = make_jobs(arguments, config, list(workloads), out)
-    runs, interrupted = run_all(jobs, workloads, arguments.workers)
+    workers = None if arguments.ray is not None else arguments.workers
+    runs, interrupted = run_all(jobs, workloads, workers)
     if not runs:
         console.print("interrupted before any run had finished; nothing was written")
         return INTERRUPTED
@@ -162,6 +168,7 @@ def prepare(arguments: Arguments) -> tuple[Config, dict[int, Workload], Path]:
         check_writable(out)
     except OSError as error:
         raise InputError(f"--out: cannot write to {str(out)!r}: {error.strerror}") from None
+    connect_to(arguments.ray)
     return config, workloads, out
 
 
@@ -174,6 +181,16 @@ def check_numbers(arguments: Arguments) -> None:
             allowed = "at least" if name in least else "above"
             flag = name.replace("_", "-")
             raise InputError(f"--{flag}: got {value}; allowed: {allowed} {bound}")
+    if arguments.ray is not None and arguments.workers != 1:
+        raise InputError(f"--workers: got {arguments.workers}; allowed: without --ray")
+
+
+def connect_to(address: str | None) -> None:
+    try:
+        if address is not None:
+            connect(address)
+    except ValueError as error:
+        raise InputError(f"--ray: {error}") from None
 
 
 def check_policies(policies: Sequence[str], through_env: bool) -> None:
@@ -242,7 +259,7 @@ def records_path(out: Path, policy: str, seed: int) -> Path:
 
 
 def run_all(
-    jobs: Sequence[Job], workloads: Mapping[int, Workload], workers: int
+    jobs: Sequence[Job], workloads: Mapping[int, Workload], workers: int | None
 ) -> tuple[list[Run], bool]:
     """The runs that finished, and whether the user interrupted the others."""
     runs: list[Run] = []
@@ -344,6 +361,7 @@ def meta_of(arguments: Arguments, started: float, complete: bool) -> dict[str, A
     return {
         **provenance(started, complete=complete),
         "workers": arguments.workers,
+        "ray": arguments.ray,
         "through_env": arguments.through_env,
     }
 

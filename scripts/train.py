@@ -21,17 +21,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import tyro
 from rich.console import Console
 
-from agents.files import check_writable, write_atomically
+from agents.files import check_writable
 from agents.missing import require
-from agents.progress import progress_bar
-from agents.provenance import PACKAGES, TRAINING_PACKAGES, provenance
-from agents.results import to_json
 from opal_gym.config import ConfigError
 from opal_gym.sim.workloads import TraceError
 
 if TYPE_CHECKING:
     from agents.learning.settings import TrainingConfig
-    from agents.learning.training import Run
 
 RUNS = Path("runs")
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -73,25 +69,20 @@ def main(arguments: Arguments) -> int:
 
 
 def load(arguments: Arguments) -> TrainingConfig:
-    from agents.learning.settings import TrainingConfig, load_training
+    from agents.learning.command_line import load
 
     for name, least in (("seed", 0), ("iterations", 1), ("workers", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
             raise ValueError(f"--{name}: got {value}; allowed: at least {least}")
-    training = load_training(arguments.training)
-    data = training.model_dump()
-    if arguments.seed is not None:
-        data["seed"] = arguments.seed
-    if arguments.iterations is not None:
-        data["algorithm"]["iterations"] = arguments.iterations
-    return TrainingConfig.model_validate(data)
+    return load(arguments.training, seed=arguments.seed, iterations=arguments.iterations)
 
 
 def train(training: TrainingConfig, out: Path, workers: int, console: Console) -> int:
     import torch
     from stable_baselines3.common.logger import configure
 
+    from agents.learning.command_line import finish
     from agents.learning.processes import Processes
     from agents.learning.training import Run
 
@@ -100,50 +91,11 @@ def train(training: TrainingConfig, out: Path, workers: int, console: Console) -
     with Processes(workers) as processes:
         try:
             run = Run(training, out, processes, configure(str(out), ["tensorboard"]))
-            console.print(what_runs(run), highlight=False, soft_wrap=True)
-            describe(run, started, workers)
-            iterate(run)
+            finish(run, console, started, workers=workers)
         except KeyboardInterrupt:
             console.print(f"interrupted; the same command goes on from {out}", soft_wrap=True)
             return INTERRUPTED
-    describe(run, started, workers)
-    console.print(f"best on validation: {run.progress.best:.5g}; written: {out}", soft_wrap=True)
     return 0
-
-
-def describe(run: Run, started: float, workers: int) -> None:
-    """Writes run.json: at the beginning of a process, so that a kill leaves it, and at the end."""
-    packages = (*PACKAGES, *TRAINING_PACKAGES)
-    about = {
-        "training": run.training.model_dump(mode="json"),
-        "validations": run.progress.validations,
-        "best": run.progress.best,
-        "meta": {
-            **provenance(started, complete=run.done, packages=packages),
-            "workers": workers,
-        },
-    }
-    write_atomically(run.directory / "run.json", to_json(about))
-
-
-def what_runs(run: Run) -> str:
-    trainer, training = run.trainer, run.training
-    begun = f", from iteration {trainer.iteration}" if trainer.iteration else ""
-    return (
-        f"{training.name}: {training.algorithm.kind} on {training.scenario}, seed {training.seed}, "
-        f"{trainer.iterations} iterations{begun}; validated by {training.metric}"
-    )
-
-
-def iterate(run: Run) -> None:
-    trainer = run.trainer
-    with progress_bar("iterations") as progress:
-        task = progress.add_task("", total=trainer.iterations, completed=trainer.iteration)
-        while not run.done:
-            last, best = run.progress.validations[-1]["value"], run.progress.best
-            progress.update(task, description=f"validation {last:.4g}, best {best:.4g}")
-            run.step()
-            progress.update(task, completed=trainer.iteration)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from agents.cluster import RayAddress, connect
 from agents.comparison import paired_difference
 from agents.evaluation import draw_workload
 from agents.files import check_writable, write_atomically
@@ -77,6 +78,8 @@ class Arguments:
     """Changes of the configuration, as key=value with dotted keys and JSON values."""
     workers: int = 1
     """Processes; the result does not depend on it."""
+    ray: RayAddress = None
+    """Spread the runs over a Ray cluster instead; ADDRESS as for evaluate.py."""
     name: str | None = None
     """Name of the preset; default: scenario, metric, load, and the length information if given."""
     out: Path = PRESETS
@@ -92,7 +95,9 @@ def main(arguments: Arguments) -> int:
         search, rounds, seeds = prepare(arguments, config, members)
         name = name_of(arguments, config)
         check_writable(arguments.out)
-    except (ValueError, ConfigError, TraceError, OSError) as error:
+        if arguments.ray is not None:
+            connect(arguments.ray)
+    except (ValueError, ConfigError, TraceError, OSError, ImportError) as error:
         for line in str(error).splitlines():
             Console(stderr=True).print(f"error: {line}", markup=False, soft_wrap=True)
         return BAD_INPUT
@@ -101,7 +106,8 @@ def main(arguments: Arguments) -> int:
         f"{search.total_runs} runs",
         highlight=False,
     )
-    interrupted = run_all(search, rounds, arguments.workers)
+    workers = None if arguments.ray is not None else arguments.workers
+    interrupted = run_all(search, rounds, workers)
     rankings = search.rankings()
     if not rankings:
         console.print("interrupted before any run had finished; nothing was written")
@@ -118,6 +124,7 @@ def main(arguments: Arguments) -> int:
         "meta": {
             **provenance(started, complete=not interrupted),
             "workers": arguments.workers,
+            "ray": arguments.ray,
         },
     }
     # What an interrupt leaves never takes the place of a whole search.
@@ -136,6 +143,8 @@ def load(arguments: Arguments) -> Config:
     for name in ("requests", "workers"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name}: got {getattr(arguments, name)}; allowed: at least 1")
+    if arguments.ray is not None and arguments.workers != 1:
+        raise ValueError(f"--workers: got {arguments.workers}; allowed: without --ray")
     overrides: dict[str, Any] = dict(
         parse_override(text) for group in arguments.set for text in group
     )
@@ -202,7 +211,7 @@ def policy_name(path: Path) -> str:
 # --- running -------------------------------------------------------------------------------------
 
 
-def run_all(search: Search, rounds: list[Round], workers: int) -> bool:
+def run_all(search: Search, rounds: list[Round], workers: int | None) -> bool:
     """Runs the search; returns whether the user interrupted it."""
     try:
         with progress_bar("runs") as progress, closing(search.run(workers)) as finished:

@@ -107,6 +107,19 @@ class SB3Settings(Settings):
         return self
 
 
+class RLlibSettings(Settings):
+    """RLlib's PPO of a pointer network, in environments on many machines."""
+
+    kind: Literal["rllib-ppo"]
+    iterations: Count = Field(50, description="Updates.")
+    timesteps: Count = Field(4000, description="Decisions of an iteration, of all environments.")
+    envs: Count = Field(4, description="Environments of an environment runner, side by side.")
+    hidden: tuple[Count, Count] = Field((48, 48), description="Hidden units of the two layers.")
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of PPOConfig.training, such as lr."
+    )
+
+
 class Validation(Settings):
     """How the best checkpoint is chosen: on fixed validation workloads."""
 
@@ -145,7 +158,9 @@ class TrainingConfig(Settings):
     requests: tuple[Count, Count] = Field(
         (256, 256), description="Requests of an episode, at the beginning and at the end."
     )
-    algorithm: PairedPPOSettings | EvolutionSettings | SB3Settings = Field(discriminator="kind")
+    algorithm: PairedPPOSettings | EvolutionSettings | SB3Settings | RLlibSettings = Field(
+        discriminator="kind"
+    )
     validation: Validation = Validation()
 
 

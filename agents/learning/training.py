@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,12 @@ from agents.learning.evolution import EvolutionTrainer
 from agents.learning.paired_ppo import PairedPPOTrainer
 from agents.learning.processes import Processes
 from agents.learning.sb3_trainer import SB3Trainer
-from agents.learning.settings import EvolutionSettings, PairedPPOSettings, TrainingConfig
+from agents.learning.settings import (
+    EvolutionSettings,
+    PairedPPOSettings,
+    RLlibSettings,
+    TrainingConfig,
+)
 from agents.learning.trainer import Trainer
 from agents.learning.validation import is_better, score, validation_runs
 
@@ -47,11 +53,19 @@ class Progress:
 
 
 def make_trainer(training: TrainingConfig, processes: Processes, logger: Logger) -> Trainer:
-    """The trainer of the settings' algorithm."""
+    """The trainer of the settings' algorithm.
+
+    Raises:
+        ValueError: It is RLlib's.
+    """
     if isinstance(training.algorithm, PairedPPOSettings):
         return PairedPPOTrainer(training, processes, logger)
     if isinstance(training.algorithm, EvolutionSettings):
         return EvolutionTrainer(training, processes)
+    if isinstance(training.algorithm, RLlibSettings):
+        raise ValueError(
+            f"algorithm.kind: got {training.algorithm.kind!r}; allowed: with scripts/train_rllib.py"
+        )
     return SB3Trainer(training, processes, logger)
 
 
@@ -63,20 +77,26 @@ class Run:
         directory: Where all is written; a checkpoint there is taken up.
         processes: Where episodes run.
         logger: Stable-Baselines3's, for TensorBoard.
+        make: Makes the trainer.
 
     Raises:
         CheckpointError: The directory has a checkpoint of other settings, or a broken one.
     """
 
     def __init__(
-        self, training: TrainingConfig, directory: Path, processes: Processes, logger: Logger
+        self,
+        training: TrainingConfig,
+        directory: Path,
+        processes: Processes,
+        logger: Logger,
+        make: Callable[[TrainingConfig, Processes, Logger], Trainer] = make_trainer,
     ) -> None:
         self.training = training
         self.directory = directory
         self.progress = Progress()
         checkpoint = read_checkpoint(directory / CHECKPOINT, training)
         self._logger = logger
-        self.trainer = make_trainer(training, processes, logger)
+        self.trainer = make(training, processes, logger)
         if checkpoint is None:
             self._begin()
         else:
