@@ -186,6 +186,8 @@ class TestRuns:
             both = Run(training, tmp_path / "two", processes, logger)
             both.step()
         assert both.progress.validations == alone.progress.validations
+        assert alone.progress.cpu_s > 0
+        assert processes.cpu_s > 0
 
     def test_another_seed_gives_another_run(self, tmp_path: Path) -> None:
         runs = [

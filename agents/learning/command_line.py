@@ -55,6 +55,7 @@ def describe(run: Run, started: float, meta: Mapping[str, Any]) -> None:
         "training": run.training.model_dump(mode="json"),
         "validations": run.progress.validations,
         "best": run.progress.best,
+        "cpu_s": round(run.progress.cpu_s, 1),
         "meta": {**provenance(started, complete=run.done, packages=packages), **meta},
     }
     write_atomically(run.directory / "run.json", to_json(about))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,7 @@ class Progress:
         curve: One entry an iteration: its number and what it logged.
         validations: One entry a validation: iteration, value, by_load.
         best: The best value.
-        cpu_s: CPU seconds of this process and its children.
+        cpu_s: CPU seconds that it took, in all processes.
     """
 
     curve: list[dict[str, float]] = field(default_factory=list)
@@ -94,6 +95,7 @@ class Run:
         self.training = training
         self.directory = directory
         self.progress = Progress()
+        self._processes, self._cpu_s = processes, _cpu_seconds(processes)
         checkpoint = read_checkpoint(directory / CHECKPOINT, training)
         self._logger = logger
         self.trainer = make(training, processes, logger)
@@ -152,6 +154,8 @@ class Run:
 
     def _write(self) -> None:
         """The curves and then the checkpoint, which is what counts."""
+        now = _cpu_seconds(self._processes)
+        self.progress.cpu_s, self._cpu_s = self.progress.cpu_s + now - self._cpu_s, now
         curves = {"curve": self.progress.curve, "validations": self.progress.validations}
         write_atomically(self.directory / CURVES, json.dumps(curves, indent=1).encode())
         buffer = io.BytesIO()
@@ -162,6 +166,11 @@ class Run:
         }
         torch.save(content, buffer)
         write_atomically(self.directory / CHECKPOINT, buffer.getvalue())
+
+
+def _cpu_seconds(processes: Processes) -> float:
+    """CPU seconds since this process began, in all processes."""
+    return time.process_time() + processes.cpu_s
 
 
 def read_checkpoint(path: Path, training: TrainingConfig) -> dict[str, Any] | None:
