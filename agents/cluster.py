@@ -61,7 +61,7 @@ def connect(address: str) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises plain ones, too
         raise ValueError(
             f"Ray's address: got {address!r}; allowed: host:port of a running cluster, auto, or "
             f"local ({error})"
