@@ -96,6 +96,7 @@ def page(outcomes: Sequence[Outcome], command: str) -> str:
                 [outcome.case.title, column, f"`{entry.policy}`"]
                 for outcome in outcomes
                 for column, entry in entries(outcome.case).items()
+                if column in outcome.runs
             ],
         ),
     ]
@@ -219,6 +220,7 @@ def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
                         "runs": [asdict(run) for run in outcome.runs[column]],
                     }
                     for column, entry in entries(outcome.case).items()
+                    if column in outcome.runs
                 },
             }
             for outcome in outcomes

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -160,17 +161,19 @@ def resets(n):
     print(len(gc.get_objects()), tracemalloc.get_traced_memory()[0])
 
 tracemalloc.start()
-resets(500)
-resets(2000)
+for _ in range(5):
+    resets(500)
 """
 
 
 @pytest.mark.slow
 def test_memory_is_flat_over_2_000_resets() -> None:
-    """To the kilobyte, in a process of its own; NumPy first fills its caches of small arrays."""
+    """In a process of its own: no object more, and less than half a byte a reset.
+
+    Of the four stretches of 500 resets after the first the one that grows least counts: what a
+    reset leaks shows in all of them, a cache of NumPy's that fills up in one.
+    """
     run = subprocess.run([sys.executable, "-c", RESETS], capture_output=True, text=True, check=True)
-    (objects, size), (more_objects, more_size) = (
-        map(int, line.split()) for line in run.stdout.splitlines()
-    )
-    assert more_objects == objects
-    assert more_size - size < 1_000
+    seen = [tuple(map(int, line.split())) for line in run.stdout.splitlines()]
+    assert len({objects for objects, _ in seen}) == 1
+    assert min(size - before for (_, before), (_, size) in pairwise(seen)) < 250
