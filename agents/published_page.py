@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 
 from agents.comparison import Difference
+from agents.evaluation import Run
 from agents.learning_curves import PARTS, LearningCurve, learning_curves
 from agents.published import KINDS, REQUESTS, TRANSFER, Outcome, entries
 from agents.tuning import METRICS, MetricName
 
 NOTHING = "–"
 HEADROOM = 0.02
-"""A scenario has headroom if the search or true lengths are better than the grid by so much."""
+"""A scenario has headroom if anything is better than the grid by so much."""
+STARVED = 1.2
+"""Where p99 is so many times the opponent's, the page says so."""
 COLUMNS = ("baseline", "grid", "grid, true lengths", "search", "learned")
 
 
@@ -41,7 +44,8 @@ def page(outcomes: Sequence[Outcome], command: str) -> str:
         "(`fifo-lwd`), the best member of the tuned grid (`scripts/tune.py`, chosen on validation "
         "workloads), the best with true output lengths, a scoring policy found by CMA-ES, and the "
         "lower bound on the mean E2E latency that no scheduler is below. A scenario is labelled "
-        f"*none* where neither true lengths nor the search gain {HEADROOM:.0%} on the grid.",
+        "*none* where neither true lengths, nor the search, nor a learned policy gain "
+        f"{HEADROOM:.0%} on the grid.",
         table(["case", "metric", *COLUMNS[:4], "lower bound", "headroom"], map(headroom, cases)),
         "## Learned policies against the tuned grid",
         "The opponent is the grid's best member for this scenario and load (of `rich-chat`, the "
@@ -57,6 +61,7 @@ def page(outcomes: Sequence[Outcome], command: str) -> str:
             ["case", "policy", "mean E2E (s)", "p99 E2E (s)", "Jain index", "weighted goodput (%)"],
             [row for outcome in outcomes for row in fairness(outcome)],
         ),
+        *(sentence for outcome in learned if (sentence := starvation(outcome))),
         "## What the lengths are worth",
         "The same learned policy, told nothing of output lengths (every prediction is the same), "
         "predictions, or the truth.",
@@ -185,6 +190,19 @@ def fairness(outcome: Outcome) -> list[list[str]]:
     ]
 
 
+def starvation(outcome: Outcome) -> str | None:
+    """What the page says where a learned policy's p99 is much worse than its opponent's."""
+    if outcome.opponent not in outcome.runs:
+        return None
+    times = outcome.mean("learned", "e2e-p99") / outcome.mean(outcome.opponent, "e2e-p99")
+    if times < STARVED:
+        return None
+    return (
+        f"**{outcome.case.title}: the learned policy lets some wait.** Its p99 of E2E is "
+        f"{times:.1f} times its opponent's."
+    )
+
+
 def mean(outcome: Outcome, column: str, metric: MetricName | None = None) -> str:
     """A column's mean, or that it did not take part."""
     return number(outcome.mean(column, metric)) if column in outcome.runs else NOTHING
@@ -205,6 +223,15 @@ def number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
+def numbers(run: Run) -> dict[str, float]:
+    """What the page needs of a run."""
+    return {
+        "workload_seed": run.workload_seed,
+        "jain_index": run.metrics["jain_index"],
+        **{name: metric.measure.of(run.metrics) for name, metric in METRICS.items()},
+    }
+
+
 def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """All numbers of the page."""
     return {
@@ -217,7 +244,7 @@ def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
                 "columns": {
                     column: {
                         **asdict(entry),
-                        "runs": [asdict(run) for run in outcome.runs[column]],
+                        "runs": [numbers(run) for run in outcome.runs[column]],
                     }
                     for column, entry in entries(outcome.case).items()
                     if column in outcome.runs

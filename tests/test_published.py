@@ -30,6 +30,10 @@ def run(policy: str, seed: int, e2e: float) -> Run:
         seed,
         {
             "e2e_s": {"mean": e2e, "p99": 4 * e2e},
+            "ttft_s": {"mean": 0.5},
+            "tpot_s": {"mean": 0.25},
+            "goodput": 0.25,
+            "tokens_per_s": 100.0,
             "jain_index": 0.5,
             "weighted_goodput": 0.25,
             "weighted_slowdown": 2.0,
@@ -81,6 +85,13 @@ def test_the_page_says_what_was_measured() -> None:
     assert "| rich-azconv, load 0.9 | learned | 2.85 | 11.4 | 0.5 | 25 |" in text
 
 
+def test_a_mean_that_is_bought_with_starvation_is_said_so() -> None:
+    """p99 is four times the mean here: 3 times the grid's where the learned mean is."""
+    text = page([outcome([2.0, 4.0], [6.0, 12.0])], "make results")
+    assert "load 0.9: the learned policy lets some wait.** Its p99 of E2E is 3.0 times" in text
+    assert "lets some wait" not in page([outcome([2.0, 4.0], [2.0, 4.0])], "make results")
+
+
 def test_tables() -> None:
     assert table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
 
@@ -89,6 +100,7 @@ def test_numbers_can_be_read_again() -> None:
     told = as_json([outcome([2.0, 4.0], [1.9, 3.8])])["cases"][0]
     assert told["verdict"] == "goal"
     assert json.loads(json.dumps(told["bounds"])) == [0.5, 0.5]
+    assert told["columns"]["baseline"]["runs"][1]["e2e"] == 8.0
 
 
 def test_the_runs_are_the_first_test_seeds() -> None:
