@@ -21,6 +21,7 @@ def cluster() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
+        _system_config={"worker_niceness": 0},  # else whatever else runs here starves them
     )
     os.chdir(directory)
     yield

@@ -162,7 +162,9 @@ class TestWorkloads:
         assert seeds[:4] == [1000, 1006, 1001, 1007]
         assert sorted(seeds) == list(range(1000, 1012))
 
-    def test_they_are_training_workloads_and_after_a_restart_others(self, tmp_path: Path) -> None:
+    def test_they_are_training_workloads_and_after_a_restart_others(
+        self, cluster: None, tmp_path: Path
+    ) -> None:
         trainer = RLlibTrainer(settings(), Processes(), checkpoints=tmp_path, runners=2)
         first = trainer._ppo().env_config["first_seed"]
         trainer.iteration = 1
@@ -218,11 +220,11 @@ def test_training_on_two_runners_and_resumption(cluster: None, tmp_path: Path) -
 
 
 class TestRefused:
-    def test_arguments_that_rllib_does_not_know(self, tmp_path: Path) -> None:
+    def test_arguments_that_rllib_does_not_know(self, cluster: None, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"algorithm\.arguments: .*'colour'; allowed: those"):
             started(settings(arguments={"colour": "red"}), tmp_path)
 
-    def test_arguments_that_rllib_refuses(self, tmp_path: Path) -> None:
+    def test_arguments_that_rllib_refuses(self, cluster: None, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"`minibatch_size` \(100\) must be <= "):
             started(settings(arguments={"minibatch_size": 100}), tmp_path)
 
