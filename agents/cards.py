@@ -45,7 +45,10 @@ def card(name: str, trained: TrainedPolicy, outcomes: Sequence[Outcome]) -> str:
         table(
             ["elsewhere", "difference from the tuned grid's best, or else the baseline"],
             [
-                [outcome.case.title, difference(outcome.difference(TRANSFER + name))]
+                [
+                    outcome.case.title,
+                    difference(outcome.difference(TRANSFER + name, outcome.reference)),
+                ]
                 for outcome in foreign
             ],
         ),

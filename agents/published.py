@@ -175,15 +175,20 @@ class Outcome:
         """The mean over the workloads."""
         return float(np.mean(self.values(column, metric)))
 
-    def difference(self, column: str, metric: MetricName | None = None) -> Difference | None:
-        """From the opponent, paired; None where one of them did not take part."""
-        if column not in self.runs or self.opponent not in self.runs:
+    @property
+    def reference(self) -> str:
+        """What policies of other scenarios are held against: the grid, if it took part."""
+        return "grid" if "grid" in self.runs else "baseline"
+
+    def difference(self, column: str, against: str) -> Difference | None:
+        """Between two columns, paired; None where one of them did not take part."""
+        if column not in self.runs or against not in self.runs:
             return None
-        return paired_difference(self.values(column, metric), self.values(self.opponent, metric))
+        return paired_difference(self.values(column), self.values(against))
 
     def verdict(self) -> str:
         """Whether the learned policy reaches the floor and the goal."""
-        difference, case = self.difference("learned"), self.case
+        difference, case = self.difference("learned", self.opponent), self.case
         if difference is None or difference.relative is None or case.floor is None:
             return "not measured"
         if case.goal is not None and difference.relative <= case.goal:

@@ -42,8 +42,9 @@ def page(outcomes: Sequence[Outcome], command: str) -> str:
         "## Headroom",
         "What better decisions can gain at most, before anything is learned: the baseline "
         "(`fifo-lwd`), the best member of the tuned grid (`scripts/tune.py`, chosen on validation "
-        "workloads), the best with true output lengths, a scoring policy found by CMA-ES, and the "
-        "lower bound on the mean E2E latency that no scheduler is below. A scenario is labelled "
+        "workloads), the same member told the true output lengths (or the best that was tuned "
+        "with them: see the last table), a scoring policy found by CMA-ES, and the lower bound on "
+        "the mean E2E latency that no scheduler is below. A scenario is labelled "
         "*none* where neither true lengths, nor the search, nor a learned policy gain "
         f"{HEADROOM:.0%} on the grid.",
         table(["case", "metric", *COLUMNS[:4], "lower bound", "headroom"], map(headroom, cases)),
@@ -96,9 +97,9 @@ def page(outcomes: Sequence[Outcome], command: str) -> str:
         ),
         "## Who took part",
         table(
-            ["case", "column", "policy"],
+            ["case", "column", "policy", "lengths"],
             [
-                [outcome.case.title, column, f"`{entry.policy}`"]
+                [outcome.case.title, column, f"`{entry.policy}`", entry.length_information]
                 for outcome in outcomes
                 for column, entry in entries(outcome.case).items()
                 if column in outcome.runs
@@ -142,7 +143,7 @@ def comparison(outcome: Outcome) -> list[str]:
         METRICS[case.metric].measure.label,
         mean(outcome, outcome.opponent),
         mean(outcome, "learned"),
-        difference(outcome.difference("learned")),
+        difference(outcome.difference("learned", outcome.opponent)),
         NOTHING if case.floor is None else f"{case.floor:+.0%}",
         NOTHING if case.goal is None else f"{case.goal:+.0%}",
         outcome.verdict(),
@@ -169,8 +170,10 @@ def transfer(outcomes: Sequence[Outcome]) -> str:
     names = sorted({c for outcome in outcomes for c in outcome.runs if c.startswith(TRANSFER)})
     rows = []
     for outcome in outcomes:
-        mark = "" if outcome.opponent in outcome.runs and outcome.opponent == "grid" else " *"
-        cells = [difference(outcome.difference(name)) for name in ("learned", *names)]
+        mark = "" if outcome.reference == "grid" else " *"
+        cells = [
+            difference(outcome.difference(name, outcome.reference)) for name in ("learned", *names)
+        ]
         rows.append([outcome.case.title + mark, *cells])
     return table(["case", "its own", *(name.removeprefix(TRANSFER) for name in names)], rows)
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agents.learning.advantages import ReturnCurve, paired_advantages, return_differences
-from agents.learning.inputs import CONTEXT, KINDS
+from agents.learning.inputs import CONTEXT
 from agents.learning.rollouts import Rollout
+from opal_gym.envs.observations import KINDS
 from opal_gym.sim.candidates import FEATURES
 
 NEVER = 1e12

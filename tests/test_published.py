@@ -85,6 +85,19 @@ def test_the_page_says_what_was_measured() -> None:
     assert "| rich-azconv, load 0.9 | learned | 2.85 | 11.4 | 0.5 | 25 |" in text
 
 
+def test_transfer_is_held_against_the_grid_or_else_the_baseline() -> None:
+    """The other policy takes 3 s: as long as the grid, half as long as the baseline."""
+    whole = outcome([3.0, 3.0], [3.0, 3.0])
+    runs = {**whole.runs, "from elsewhere": [run("x", seed, 3.0) for seed in (0, 1)]}
+    row = "| rich-azconv, load 0.9{} | {} |"
+    text = page([replace(whole, runs=runs)], "make results")
+    zero = "+0.0% [+0.0%, +0.0%]"
+    assert row.format("", f"{zero} | {zero}") in text
+    del runs["grid"], runs["learned"]
+    text = page([replace(whole, runs=runs)], "make results")
+    assert row.format(" *", "– | -50.0% [-50.0%, -50.0%]") in text
+
+
 def test_a_mean_that_is_bought_with_starvation_is_said_so() -> None:
     """p99 is four times the mean here: 3 times the grid's where the learned mean is."""
     text = page([outcome([2.0, 4.0], [6.0, 12.0])], "make results")

@@ -9,10 +9,11 @@ import pytest
 from agents import make_policy
 from agents.evaluation import draw_workload, run_in_process
 from agents.learning.episodes import Demonstrator, Episode, Sampler, run_episode
-from agents.learning.inputs import KINDS, Inputs
+from agents.learning.inputs import Inputs
 from agents.learning.rollouts import episode_score, rollout
 from opal_gym.config import Config, load_config
 from opal_gym.envs import OpalVLLMEnv
+from opal_gym.envs.observations import KINDS
 from opal_gym.sim.candidates import FEATURES
 from opal_gym.sim.decision import Decision, DecisionKind
 from tests.test_pointer import inputs, network

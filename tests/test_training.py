@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,16 @@ from stable_baselines3.common.logger import configure
 
 from agents.learning.episodes import Episode, run_episode
 from agents.learning.imitation import imitate, soften
+from agents.learning.paired_ppo import PairedPPO
 from agents.learning.policy_file import TrainedPolicy
 from agents.learning.processes import Processes
 from agents.learning.rollout_buffer import EpisodeBuffer
+from agents.learning.rollouts import Rollout
 from agents.learning.sb3_policy import PointerModule, PointerPolicy
-from agents.learning.settings import TrainingConfig, load_training, training_names
+from agents.learning.settings import MAX_SEEDS, TrainingConfig, load_training, training_names
+from agents.learning.trainer import DEMONSTRATIONS, Trainer
 from agents.learning.training import CheckpointError, Run
+from agents.learning.validation import is_better, score
 from agents.seeds import TRAINING
 from opal_gym.config import ConfigError, load_config
 from opal_gym.envs import OpalVLLMEnv
@@ -59,7 +65,7 @@ EVOLUTION: dict[str, Any] = {"kind": "cma-es", "iterations": 4, "population": 4,
 
 
 def sb3(kind: str, **changes: Any) -> dict[str, Any]:
-    on_policy = {"n_steps": 16} if kind != "dqn" else {"learning_starts": 20, "buffer_size": 100}
+    on_policy = {"n_steps": 32} if kind != "dqn" else {"learning_starts": 20, "buffer_size": 100}
     return {
         "kind": kind,
         "iterations": 2,
@@ -83,6 +89,18 @@ def finished(training: TrainingConfig, directory: Path) -> Run:
     while not run.done:
         run.step()
     return run
+
+
+def two_groups() -> list[list[Rollout]]:
+    """Two rollouts of each of two workloads."""
+    config = load_config("mem-chat-burst", {"workload.num_requests": 20})
+    return [
+        [
+            run_episode(Episode(config, TRAINING.start + i, network(), seed, ALL, {"latency": 1.0}))
+            for seed in (0, 1)
+        ]
+        for i in range(2)
+    ]
 
 
 def demonstrations(policy: str, episodes: int) -> EpisodeBuffer:
@@ -109,6 +127,74 @@ class TestImitation:
         before = module.network().logit.copy()
         soften(module, 0.25)
         assert module.network().logit == pytest.approx(before / 4)
+
+
+class TestWhatIsLearnedFrom:
+    def trainer(self, tmp_path: Path, **changes: Any) -> Trainer:
+        return started(settings(EVOLUTION, **changes), tmp_path).trainer
+
+    def test_loads_are_drawn_and_episodes_grow(self, tmp_path: Path) -> None:
+        """Loads from .8 to 1.2; 20 requests at the beginning, 40 at the end of 4 iterations."""
+        trainer = self.trainer(tmp_path)
+        configs = [trainer.workload(number)[0] for number in range(50)]
+        loads = [config.workload.arrivals.load for config in configs]
+        assert min(loads) < 0.85
+        assert max(loads) > 1.15
+        assert 0.8 <= min(loads) <= max(loads) <= 1.2
+        sizes = []
+        for trainer.iteration in (0, 1, 2, 4):
+            sizes.append(trainer.workload(0)[0].workload.num_requests)
+        assert sizes == [20, 25, 30, 40]
+
+    def test_workloads_are_of_the_training_seeds_and_of_no_other_training(
+        self, tmp_path: Path
+    ) -> None:
+        seeds = []
+        for seed in (0, 1, MAX_SEEDS - 1):
+            trainer = self.trainer(tmp_path / str(seed), seed=seed)
+            last = DEMONSTRATIONS + 1000
+            seeds.append(range(trainer.workload(0)[1], trainer.workload(last)[1] + 1))
+        assert all(each[0] in TRAINING and each[-1] in TRAINING for each in seeds)
+        assert all(one[-1] < other[0] for one, other in pairwise(seeds))
+
+    def test_advantages_by_share(self) -> None:
+        """The scores of the groups are -2 and -8 on average: halves and eighths."""
+        env = gymnasium.make("OpalVLLM-v0", num_requests=20)
+        taken = []
+        for relative in (False, True):
+            groups = [
+                [replace(each, score=score) for each in seen]
+                for seen, score in zip(two_groups(), (-2.0, -8.0), strict=True)
+            ]
+            model = PairedPPO(env, lambda _, g=groups: g, time_constant_s=30, relative=relative)
+            model.set_logger(configure(None, []))
+            model.learn(1)
+            taken.append(model.rollout_buffer.batch(np.arange(len(model.rollout_buffer))))
+        plain, shares = (batch.advantages.numpy() for batch in taken)
+        first = sum(len(each.choice) for each in groups[0])
+        assert plain.any()
+        assert shares == pytest.approx(
+            np.concatenate([plain[:first] / 2, plain[first:] / 8]), rel=1e-5
+        )
+
+
+class TestValidation:
+    def metrics(self, *values: float) -> list[Any]:
+        return [{"e2e_s": {"mean": value}, "goodput": value} for value in values]
+
+    def test_loads_weigh_alike(self) -> None:
+        """Two loads of two workloads: means 2 and 8, of which the geometric mean is 4."""
+        result = score(settings(EVOLUTION), self.metrics(1, 3, 6, 10))
+        assert result.by_load == (2, 8)
+        assert result.value == pytest.approx(4)
+
+    @pytest.mark.parametrize(("metric", "better"), [("e2e", 1.0), ("goodput", 3.0)])
+    def test_what_is_better_follows_the_metric(self, metric: str, better: float) -> None:
+        training = settings(EVOLUTION, metric=metric)
+        assert is_better(training, better, 2.0)
+        assert not is_better(training, 4 - better, 2.0)
+        assert not is_better(training, 2.0, 2.0)
+        assert is_better(training, 5.0, None)
 
 
 class TestPointerPolicy:
@@ -257,6 +343,8 @@ class TestRefused:
             ({"scenario": "nope"}, r"scenario: got 'nope'"),
             ({"overrides": {"worker.speed": 1}}, r"worker\.speed: unknown key"),
             ({"decisions": ["GUESS"]}, r"decisions\[0\]: got 'GUESS'; allowed: 'CHUNK'"),
+            ({"loads": [1.2, 0.8]}, r"load"),
+            ({"seed": 2000}, r"seed: got 2000; allowed: less than 2000"),
             ({"loads": [0, 1]}, r"loads\[0\]: got 0; allowed: greater than 0"),
             ({"requests": [10, 0]}, r"requests\[1\]: got 0; allowed"),
             ({"colour": "red"}, r"colour: unknown key; allowed: algorithm, decisions"),

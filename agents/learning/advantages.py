@@ -17,8 +17,8 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.learning.inputs import KINDS
 from agents.learning.rollouts import Rollout
+from opal_gym.envs.observations import KINDS
 
 FloatArray = NDArray[np.float64]
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from agents.files import write_atomically
-from agents.learning.settings import TrainingConfig, load_training
+from agents.learning.settings import TrainingConfig, check_training, load_training
 from agents.learning.training import Run
 from agents.progress import progress_bar
 from agents.provenance import PACKAGES, TRAINING_PACKAGES, provenance
@@ -19,14 +19,14 @@ def load(source: str, *, seed: int | None, iterations: int | None) -> TrainingCo
     """Reads settings; None: as they say.
 
     Raises:
-        ConfigError: See `load_training`.
+        ConfigError: See `load_training`; or a given value is impossible.
     """
     data = load_training(source).model_dump()
     if seed is not None:
         data["seed"] = seed
     if iterations is not None:
         data["algorithm"]["iterations"] = iterations
-    return TrainingConfig.model_validate(data)
+    return check_training(source, data)
 
 
 def finish(run: Run, console: Console, started: float, **meta: Any) -> None:

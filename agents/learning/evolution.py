@@ -16,7 +16,7 @@ from agents.learning.rollouts import episode_score
 from agents.learning.scoring import PARAMETERS, FloatArray, ScoringWeights
 from agents.learning.settings import EvolutionSettings, TrainingConfig
 from agents.learning.trainer import Trainer
-from agents.learning.validation import ValidationRun, run_trained
+from agents.learning.validation import ValidationRun
 from opal_gym.config import Config, RewardTerm
 from opal_gym.sim.metrics import Metrics
 
@@ -76,8 +76,7 @@ class EvolutionTrainer(Trainer):
 
     def validate(self, runs: Sequence[ValidationRun]) -> list[Metrics]:
         """The results of the search's mean."""
-        trained = self._trained(self._search.mean)
-        return self.processes.map(run_trained, [(trained, run) for run in runs])
+        return self.run_trained(self._trained(self._search.mean), runs)
 
     def state(self) -> dict[str, Any]:
         """The fitness of all generations: the search is replayed from it."""

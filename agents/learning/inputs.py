@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_gym.envs.observations import KINDS
 from opal_gym.sim.candidates import FEATURES
-from opal_gym.sim.decision import Decision, DecisionKind
+from opal_gym.sim.decision import Decision
 from opal_gym.sim.features import Scaler
 from opal_gym.sim.gauges import GAUGES
 
-KINDS = tuple(DecisionKind)
 CONTEXT = len(KINDS) + len(GAUGES)
 """Numbers of a context: the kind of decision, one-hot, and the worker's gauges."""
 

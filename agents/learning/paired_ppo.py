@@ -24,9 +24,10 @@ from agents.learning.processes import Processes
 from agents.learning.rollout_buffer import EpisodeBuffer
 from agents.learning.rollouts import Rollout
 from agents.learning.sb3_policy import PointerPolicy
+from agents.learning.sb3_state import model_state, restore_model
 from agents.learning.settings import PairedPPOSettings, TrainingConfig, WarmStart
 from agents.learning.trainer import DEMONSTRATIONS, NEVER, Trainer
-from agents.learning.validation import ValidationRun, run_trained
+from agents.learning.validation import ValidationRun
 from opal_gym.sim.decision import DecisionKind
 from opal_gym.sim.metrics import Metrics
 
@@ -175,25 +176,16 @@ class PairedPPOTrainer(Trainer):
 
     def validate(self, runs: Sequence[ValidationRun]) -> list[Metrics]:
         """The results of the most probable choices."""
-        trained = self._trained({})
-        return self.processes.map(run_trained, [(trained, run) for run in runs])
+        return self.run_trained(self._trained({}), runs)
 
     def state(self) -> dict[str, Any]:
         """Weights, the optimizer's state and counts."""
-        return {
-            "iteration": self.iteration,
-            "timesteps": self._model.num_timesteps,
-            "updates": self._model._n_updates,
-            "policy": self._model.policy.state_dict(),
-            "optimizer": self._model.policy.optimizer.state_dict(),
-        }
+        return {"iteration": self.iteration, **model_state(self._model)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes up a state."""
-        self.iteration, self._model.num_timesteps = state["iteration"], state["timesteps"]
-        self._model._n_updates = state["updates"]
-        self._model.policy.load_state_dict(state["policy"])
-        self._model.policy.optimizer.load_state_dict(state["optimizer"])
+        self.iteration = state["iteration"]
+        restore_model(self._model, state)
 
     def save_policy(self, path: Path, card: dict[str, Any]) -> Path:
         """Writes the network for NumPy."""

@@ -49,7 +49,11 @@ class TrainedPolicy:
     def policy(self) -> Policy:
         """The policy."""
         own = self.weights.policy()
-        return own if len(self.decisions) == 3 else PartialPolicy(own, self.decisions)
+        return (
+            own
+            if len(self.decisions) == len(get_args(DecisionName))
+            else PartialPolicy(own, self.decisions)
+        )
 
     def save(self, path: Path) -> Path:
         """Writes a file and returns its path.

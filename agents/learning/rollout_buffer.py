@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBufferSamples
 
-from agents.learning.inputs import KINDS
 from agents.learning.rollouts import Rollout
+from opal_gym.envs.observations import KINDS
 from opal_gym.sim.candidates import FEATURES
 
 FloatArray = NDArray[np.float64]

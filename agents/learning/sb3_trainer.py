@@ -20,9 +20,10 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from agents.learning.policy_file import TrainedPolicy
 from agents.learning.processes import Processes
 from agents.learning.sb3_policy import PointerPolicy
+from agents.learning.sb3_state import model_state, restore_model
 from agents.learning.settings import SB3Settings, TrainingConfig, scenario_of
 from agents.learning.trainer import NEVER, Trainer
-from agents.learning.validation import ValidationRun, run_trained
+from agents.learning.validation import ValidationRun
 from opal_gym.config import Config
 from opal_gym.envs import OpalVLLMEnv
 from opal_gym.sim.metrics import Metrics
@@ -130,7 +131,7 @@ class SB3Trainer(Trainer):
         """The results of the most probable actions."""
         trained = self._trained({})
         if trained is not None:
-            return self.processes.map(run_trained, [(trained, run) for run in runs])
+            return self.run_trained(trained, runs)
         return [self._run_in_env(run) for run in runs]
 
     def _run_in_env(self, run: ValidationRun) -> Metrics:
@@ -149,22 +150,12 @@ class SB3Trainer(Trainer):
 
     def state(self) -> dict[str, Any]:
         """Weights, the optimizer's state and counts."""
-        policy: Any = self._model.policy
-        return {
-            "iteration": self.iteration,
-            "timesteps": self._model.num_timesteps,
-            "updates": self._model._n_updates,
-            "policy": policy.state_dict(),
-            "optimizer": policy.optimizer.state_dict(),
-        }
+        return {"iteration": self.iteration, **model_state(self._model)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes up a state; episodes begin anew."""
-        policy: Any = self._model.policy
-        policy.load_state_dict(state["policy"])
-        policy.optimizer.load_state_dict(state["optimizer"])
-        self.iteration, self._model.num_timesteps = state["iteration"], state["timesteps"]
-        self._model._n_updates = state["updates"]
+        self.iteration = state["iteration"]
+        restore_model(self._model, state)
         self._model.set_env(self._environments())
 
     def save_policy(self, path: Path, card: dict[str, Any]) -> Path:

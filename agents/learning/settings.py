@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,9 @@ from opal_gym.config_errors import RefusedError, explain
 
 TRAININGS = Path(__file__).parents[2] / "configs" / "training"
 """Where the settings of the published trainings lie."""
+
+MAX_SEEDS = 2000
+"""Seeds of a training; each has workloads of its own (`agents.learning.trainer`)."""
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -33,7 +37,9 @@ class WarmStart(Settings):
     policy: str = Field(description="A policy's name, as evaluate.py takes it.")
     episodes: Count = Field(12, description="Demonstrated episodes.")
     epochs: Count = Field(15, description="Passes over their decisions.")
-    soften: Positive = Field(0.35, description="Factor of the logits afterwards; less explores.")
+    soften: Positive = Field(
+        0.35, description="Factor of the logits afterwards; a smaller one explores more."
+    )
 
     @field_validator("policy")
     @classmethod
@@ -151,7 +157,7 @@ class TrainingConfig(Settings):
         {"latency": 1.0}, min_length=1, description="Weights of the reward's terms."
     )
     metric: MetricName = Field("e2e", description="What validation goes by.")
-    seed: int = Field(0, ge=0, description="Of workloads, weights and samples.")
+    seed: int = Field(0, ge=0, lt=MAX_SEEDS, description="Of workloads, weights and samples.")
     loads: tuple[Positive, Positive] | None = Field(
         None, description="A workload's load is drawn between these; null: as the scenario says."
     )
@@ -193,11 +199,24 @@ def load_training(source: str | Path) -> TrainingConfig:
         raise ConfigError(f"{path}: not a readable YAML file: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: got {type(data).__name__}; allowed: a mapping")
+    return check_training(str(path), data)
+
+
+def check_training(label: str, data: Mapping[str, Any]) -> TrainingConfig:
+    """Checks the settings of a training, and that its scenario can be simulated.
+
+    Args:
+        label: Where they come from.
+        data: The settings.
+
+    Raises:
+        ConfigError: A key is unknown or has an impossible value.
+    """
     try:
         training = TrainingConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(explain(str(path), data, TrainingConfig, error)) from None
-    scenario_of(training)
+        raise ConfigError(explain(label, data, TrainingConfig, error)) from None
+    scenario_of(training, requests=max(training.requests), load=training.loads)
     return training
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from agents.learning.policy_file import TrainedPolicy
 from agents.learning.processes import Processes
 from agents.learning.settings import TrainingConfig, scenario_of
-from agents.learning.validation import ValidationRun
+from agents.learning.validation import ValidationRun, run_trained
 from agents.seeds import TRAINING
 from opal_gym.config import Config
 from opal_gym.sim.metrics import Metrics
@@ -57,6 +58,10 @@ class Trainer(ABC):
     def validate(self, runs: Sequence[ValidationRun]) -> list[Metrics]:
         """The policy's results where it takes what it holds for best, in the runs' order."""
 
+    def run_trained(self, trained: TrainedPolicy, runs: Sequence[ValidationRun]) -> list[Metrics]:
+        """The results of a policy that decides in NumPy, in the runs' order."""
+        return self.processes.map(run_trained, [(trained, run) for run in runs])
+
     @abstractmethod
     def state(self) -> dict[str, Any]:
         """All that the next iteration depends on, as tensors, numbers and texts."""
@@ -75,7 +80,7 @@ class Trainer(ABC):
         Load and length are drawn for it; the length grows during the training.
         """
         training = self.training
-        seed = TRAINING.start + SEEDS_OF_A_TRAINING * (training.seed % 2000) + number
+        seed = TRAINING.start + SEEDS_OF_A_TRAINING * training.seed + number
         rng = np.random.default_rng((training.seed, number))
         load = None if training.loads is None else float(rng.uniform(*training.loads))
         first, last = training.requests
