@@ -37,7 +37,7 @@ def decision(
         rebuild_id=1,
         worker_id=0,
         time=0.0,
-        num_candidates=n,
+        num_candidates=lambda: n,
         stop_allowed=stop_allowed,
         baseline=baseline,
         candidates=lambda: CandidateTable(values, ids),

@@ -84,9 +84,10 @@ def test_sampled_choices_have_the_network_s_probabilities() -> None:
     chances = np.exp(logits) / np.exp(logits).sum()
 
     class Asked(Decision):
+        num_candidates = 3
+
         def __init__(self) -> None:
             self.stop_allowed = True
-            self.num_candidates = 3
 
     sampler = Sampler(weights, 0)
     samples = [sampler(Asked(), Inputs(*given)) for _ in range(40_000)]

@@ -69,17 +69,17 @@ class BatchBuilder(ABC):
         Raises:
             ValueError: The policy's answer is not legal.
         """
-        decision, options = question.decision, question.options
         if question.has_one_answer:
-            return options[0]
+            return question.first
+        decision = question.decision()
         answer = yield from self._worker.decision_maker.ask(decision)
         if not decision.is_legal(answer):
             stop = " or STOP (-1)" if decision.stop_allowed else ""
             raise ValueError(
                 f"policy's answer to {decision.kind.name} at {decision.time} s: got {answer!r}; "
-                f"allowed: 0 to {len(options) - 1}{stop}"
+                f"allowed: 0 to {decision.num_candidates - 1}{stop}"
             )
-        return None if answer == STOP else options[answer]
+        return None if answer == STOP else question.chosen(answer)
 
 
 class OpalBatchBuilder(BatchBuilder):
@@ -153,10 +153,10 @@ class OpalBatchBuilder(BatchBuilder):
             return
         window = worker.scan_waiting()
         while question := admit_question(worker, plan, window):
-            request = yield from self._ask(question)
-            if request is None:
+            chosen = yield from self._ask(question)
+            if chosen is None:
                 return
-            self._admit(request, plan, window)
+            self._admit(chosen[1], plan, window)
         worker.note_blocked_fetches(window)
         if worker.waiting_requests and not (worker.batch or worker.in_flight):
             self._force_progress(plan)
@@ -189,7 +189,7 @@ class OpalBatchBuilder(BatchBuilder):
         request = worker.waiting_requests.oldest()
         if request.phase is RequestPhase.WAITING:
             worker.note_match(request, 0)
-        while not fits(worker, plan, [request])[0]:
+        while not any(fits(worker, plan, [request])):
             worker.give_back_youngest()
             worker.match_on_gpu([request])
             self.made_room = True

@@ -7,6 +7,7 @@ boundaries and arrivals must happen at exactly the time that their request recor
 from __future__ import annotations
 
 from heapq import heappush
+from operator import attrgetter
 
 import simpy
 from simpy.events import NORMAL, EventPriority
@@ -17,6 +18,9 @@ BOUNDARY = EventPriority(NORMAL + 1)
 
 class SimEnvironment(simpy.Environment):
     """A SimPy environment that also knows absolute times."""
+
+    # Read several times an event: the same value without a Python call.
+    now = property(attrgetter("_now"), doc="The current simulated time, s.")
 
     def at(self, time: float, priority: EventPriority = NORMAL) -> simpy.Event:
         """An event that happens at exactly `time`, s, not before now."""

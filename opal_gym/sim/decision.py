@@ -29,15 +29,14 @@ class DecisionKind(Enum):
 class Decision:
     """One question of a batch rebuild; valid until it is answered.
 
-    The candidate table and the gauges are built when they are first asked for, since the baseline
-    needs neither.
+    The candidates, their table and the gauges are found when they are first asked for, since the
+    baseline needs none of them.
 
     Attributes:
         kind: What is decided.
         rebuild_id: Number of the rebuild that asks, from 1.
         worker_id: The worker that asks.
         time: Simulated time, s.
-        num_candidates: Number of candidates, at least 1.
         stop_allowed: Whether STOP is a legal answer.
         baseline: The reference baseline's answer: FIFO admission, least-work-done preemption,
             full chunk budget.
@@ -50,9 +49,9 @@ class Decision:
         rebuild_id: int,
         worker_id: int,
         time: float,
-        num_candidates: int,
         stop_allowed: bool,
         baseline: int,
+        num_candidates: Callable[[], int],
         candidates: Callable[[], CandidateTable],
         gauges: Callable[[], WorkerGauges],
     ) -> None:
@@ -60,13 +59,18 @@ class Decision:
         self.rebuild_id = rebuild_id
         self.worker_id = worker_id
         self.time = time
-        self.num_candidates = num_candidates
         self.stop_allowed = stop_allowed
         self.baseline = baseline
+        self._count_candidates = num_candidates
         self._build_candidates = candidates
         self._read_gauges = gauges
         self._candidates: CandidateTable | None = None
         self._gauges: WorkerGauges | None = None
+
+    @property
+    def num_candidates(self) -> int:
+        """Number of candidates, at least 1."""
+        return self._count_candidates()
 
     @property
     def candidates(self) -> CandidateTable:
@@ -86,7 +90,8 @@ class Decision:
         """Whether `answer` is a candidate's index or an allowed STOP."""
         if answer == STOP:
             return self.stop_allowed
-        return 0 <= answer < self.num_candidates
+        # There is always a first one.
+        return answer == 0 or 0 < answer < self.num_candidates
 
     def legal_answers(self) -> Sequence[int]:
         """All legal answers, candidates first."""

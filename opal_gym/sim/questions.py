@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import nsmallest
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
@@ -64,17 +65,81 @@ class StepPlan:
         return self.decode_blocks + sum(self.blocks)
 
 
-@dataclass(frozen=True, slots=True)
 class Question(Generic[T]):
-    """A decision with the options that its answers stand for, candidate by candidate."""
+    """What a decision is about: the options that its candidates stand for.
 
-    decision: Decision
-    options: Sequence[T]
+    The baseline takes the first option, or none: the others are found when they are asked for.
+
+    Args:
+        worker: Who asks.
+        kind: What is decided.
+        first: The first option.
+        find: Finds all options.
+        table: Builds the candidate table of all options.
+        baseline: The baseline's answer.
+        stop_allowed: Whether STOP is a legal answer.
+    """
+
+    __slots__ = (
+        "_baseline",
+        "_find",
+        "_kind",
+        "_options",
+        "_stop_allowed",
+        "_table",
+        "_worker",
+        "first",
+    )
+
+    def __init__(
+        self,
+        worker: LLMWorkerVLLMScheduler,
+        kind: DecisionKind,
+        first: T,
+        find: Callable[[], Sequence[T]],
+        table: Callable[[Sequence[T]], CandidateTable],
+        baseline: int = 0,
+        stop_allowed: bool = False,
+    ) -> None:
+        self._worker = worker
+        self._kind = kind
+        self.first = first
+        self._find = find
+        self._table = table
+        self._baseline = baseline
+        self._stop_allowed = stop_allowed
+        self._options: Sequence[T] | None = None
+
+    @property
+    def options(self) -> Sequence[T]:
+        """All options, candidate by candidate."""
+        if self._options is None:
+            self._options = self._find()
+        return self._options
 
     @property
     def has_one_answer(self) -> bool:
         """Whether nothing is left to decide."""
-        return len(self.options) == 1 and not self.decision.stop_allowed
+        return not self._stop_allowed and len(self.options) == 1
+
+    def decision(self) -> Decision:
+        """The decision that a policy answers."""
+        worker = self._worker
+        return Decision(
+            self._kind,
+            rebuild_id=worker.rebuild_id,
+            worker_id=worker.worker_id,
+            time=worker.env.now,
+            stop_allowed=self._stop_allowed,
+            baseline=self._baseline,
+            num_candidates=lambda: len(self.options),
+            candidates=lambda: self._table(self.options),
+            gauges=lambda: read_gauges(worker),
+        )
+
+    def chosen(self, answer: int) -> T:
+        """What a candidate's index stands for."""
+        return self.options[answer] if answer else self.first
 
 
 # --------------------------------------------------------------------------------- CHUNK
@@ -95,13 +160,18 @@ def chunk_question(worker: LLMWorkerVLLMScheduler) -> Question[int] | None:
     rest = sum(request.prompt_tokens - request.prompt_processed for request in prefills)
     if not waits and min(rest, left, budgets[0]) == min(rest, left, budgets[-1]):
         return None
-    return _question(
-        worker, DecisionKind.CHUNK, budgets, table=lambda: _chunk_table(worker), baseline=0
+    return chunk_question_of(worker)
+
+
+def chunk_question_of(worker: LLMWorkerVLLMScheduler) -> Question[int]:
+    """CHUNK with all of a worker's budgets."""
+    budgets = worker.chunk_budgets
+    return Question(
+        worker, DecisionKind.CHUNK, budgets[0], lambda: budgets, partial(_chunk_table, worker)
     )
 
 
-def _chunk_table(worker: LLMWorkerVLLMScheduler) -> CandidateTable:
-    budgets = worker.chunk_budgets
+def _chunk_table(worker: LLMWorkerVLLMScheduler, budgets: Sequence[int]) -> CandidateTable:
     values = np.zeros((len(budgets), len(FEATURES)))
     values[:, INDEX["present"]] = 1
     values[:, INDEX["budget_tokens"]] = budgets
@@ -130,23 +200,25 @@ def preempt_question(
     order = order[data[order, PREEMPTIONS] < MAX_PREEMPTIONS]
     if not len(order):
         return None
-    rows = _first_half_then(
+    rows = first_half_then(
         order.tolist(), worker.max_candidates, lambda row: -running.remaining[row]
     )
-    return _question(
+    victims = [batch.members[row] for row in rows]
+    return Question(
         worker,
         DecisionKind.PREEMPT,
-        [batch.members[row] for row in rows],
-        table=lambda: _preempt_table(worker, running.take(rows)),
-        baseline=0,
+        victims[0],
+        lambda: victims,
+        lambda _: preempt_table(worker, running.take(rows)),
     )
 
 
-def _preempt_table(worker: LLMWorkerVLLMScheduler, running: Running) -> CandidateTable:
+def preempt_table(worker: LLMWorkerVLLMScheduler, running: Running) -> CandidateTable:
+    """The candidate table of running requests."""
     data, generated = running.data, running.generated
     made = np.maximum(np.maximum(1, generated), data[:, DELIVERED])
     data[:, TPOT_SLACK] = data[:, FIRST_TOKEN_TIME] + data[:, TPOT_SLO] * made
-    values = _request_features(worker, data)
+    values = request_features(worker, data)
     values[:, INDEX["work_lost"]] = running.held
     freed = np.ceil(running.held / worker.block_size)
     values[:, INDEX["blocks_freed"]] = freed / worker.pool.total
@@ -200,55 +272,59 @@ class Running(NamedTuple):
 # --------------------------------------------------------------------------------- ADMIT
 
 
-Fitting = tuple[int, VLLMSchedulerRequest, int]
+Fitting = tuple[int, VLLMSchedulerRequest, int, bool]
 """A waiting request that fits now: its place in the queue, the request, the blocks that its first
-chunk or its fetch needs."""
+chunk or its fetch needs, and whether FIFO's walk comes so far."""
 
 
 def admit_question(
     worker: LLMWorkerVLLMScheduler, plan: StepPlan, window: Sequence[VLLMSchedulerRequest]
-) -> Question[VLLMSchedulerRequest] | None:
+) -> Question[Fitting] | None:
     """ADMIT: who of the waiting requests is admitted next; None where nobody fits.
 
     Candidates stand in queue order. Of more than the table holds: the first half so, then those of
     the rest with the smallest predicted KV area, also in queue order.
     """
-    fitting, walk_reaches = fits(worker, plan, window)
-    if not fitting:
+    fitting = fits(worker, plan, window)
+    first = next(fitting, None)
+    if first is None:
         return None
-    # Tuples compare by place first: sorting restores the queue's order.
-    chosen = sorted(_first_half_then(fitting, worker.max_candidates, lambda fit: fit[1].kv_area))
-    stop_allowed = bool(worker.batch) or worker.in_flight > 0
-    return _question(
+
+    def candidates() -> list[Fitting]:
+        chosen = first_half_then(
+            [first, *fitting], worker.max_candidates, lambda fit: fit[1].kv_area
+        )
+        # Tuples compare by place first: sorting restores the queue's order.
+        return sorted(chosen)
+
+    stop_allowed = worker.in_flight > 0 or len(worker.batch) > 0
+    return Question(
         worker,
         DecisionKind.ADMIT,
-        [request for _, request, _ in chosen],
-        table=lambda: _admit_table(worker, chosen),
-        baseline=0 if walk_reaches or not stop_allowed else STOP,
+        first,
+        candidates,
+        partial(_admit_table, worker),
+        baseline=0 if first[3] or not stop_allowed else STOP,
         stop_allowed=stop_allowed,
     )
 
 
 def fits(
     worker: LLMWorkerVLLMScheduler, plan: StepPlan, window: Sequence[VLLMSchedulerRequest]
-) -> tuple[list[Fitting], bool]:
+) -> Iterator[Fitting]:
     """Which waiting requests fit, in queue order.
 
     A READY request fits if there is a slot, a prefill token left in the coming step (all of its
     prompt's rest without chunked prefill), and blocks for its first chunk. One with a prefix match
-    fits if the rate limit allows a fetch and blocks for the whole match are free.
-
-    Returns:
-        Those that fit; and whether FIFO's walk reaches the first of them. It passes over requests
-        that are being fetched, are rate-limited, or lack a slot or tokens; the first one that
-        lacks blocks ends it.
+    fits if the rate limit allows a fetch and blocks for the whole match are free. FIFO's walk
+    passes over requests that are being fetched, are rate-limited, or lack a slot or tokens; the
+    first one that lacks blocks ends it.
     """
     params, free, block_size = worker.params, worker.pool.free, worker.block_size
     chunked, end_token = params.chunked_prefill, int(params.first_token_at_prefill_end)
     slots_free, may_fetch = worker.slots_free, worker._can_issue_kvc_fetch()
     left = plan.tokens_left
-    fitting: list[Fitting] = []
-    walk_ended = walk_reaches = False
+    walked = True
     for place, request in enumerate(window):
         phase, start = request.phase, request.start_tokens
         is_fetch = phase is RequestPhase.WAITING
@@ -264,17 +340,15 @@ def fits(
             continue
         blocks = -(-held // block_size) - request.start_blocks
         if blocks > free:
-            walk_ended = True
+            walked = False
         elif is_fetch or slots_free:
-            walk_reaches |= not (fitting or walk_ended)
-            fitting.append((place, request, blocks))
-    return fitting, walk_reaches
+            yield place, request, blocks, walked
 
 
 def _admit_table(worker: LLMWorkerVLLMScheduler, candidates: Sequence[Fitting]) -> CandidateTable:
-    data = worker.table.data.take([request.row for _, request, _ in candidates], axis=0)
-    values, pool = _request_features(worker, data), worker.pool.total
-    values[:, BLOCKS_NEEDED] = [blocks / pool for _, _, blocks in candidates]
+    data = worker.table.data.take([fit[1].row for fit in candidates], axis=0)
+    values, pool = request_features(worker, data), worker.pool.total
+    values[:, BLOCKS_NEEDED] = [fit[2] / pool for fit in candidates]
     peaks = worker.peak_kv().with_candidates(data[:, PROMPT], data[:, PREDICTED_REMAINING])
     np.divide(peaks, pool * worker.block_size, out=values[:, PREDICTED_PEAK_KV])
     return CandidateTable(values, data[:, REQUEST_ID].astype(np.int64))
@@ -283,7 +357,7 @@ def _admit_table(worker: LLMWorkerVLLMScheduler, candidates: Sequence[Fitting]) 
 # ---------------------------------------------------------------------------- in common
 
 
-def _request_features(
+def request_features(
     worker: LLMWorkerVLLMScheduler, data: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """The features in rows of the request table, absolute times made durations, in place."""
@@ -294,7 +368,7 @@ def _request_features(
     return values
 
 
-def _first_half_then(
+def first_half_then(
     ordered: Sequence[T], table_size: int, rest_key: Callable[[T], float]
 ) -> Sequence[T]:
     """The first `table_size`, or the first half and the rest's smallest by key."""
@@ -302,26 +376,3 @@ def _first_half_then(
         return ordered
     half = (table_size + 1) // 2
     return [*ordered[:half], *nsmallest(table_size - half, ordered[half:], key=rest_key)]
-
-
-def _question(
-    worker: LLMWorkerVLLMScheduler,
-    kind: DecisionKind,
-    options: Sequence[T],
-    *,
-    table: Callable[[], CandidateTable],
-    baseline: int,
-    stop_allowed: bool = False,
-) -> Question[T]:
-    decision = Decision(
-        kind,
-        rebuild_id=worker.rebuild_id,
-        worker_id=worker.worker_id,
-        time=worker.env.now,
-        num_candidates=len(options),
-        stop_allowed=stop_allowed,
-        baseline=baseline,
-        candidates=table,
-        gauges=lambda: read_gauges(worker),
-    )
-    return Question(decision, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -100,22 +101,17 @@ def may_admit(worker: LLMWorkerVLLMV1, budget: TokenBudget) -> bool:
     return budget.total > 0 and budget.prefill > 0 and worker.slots_free
 
 
-def admissible(
-    worker: LLMWorkerVLLMV1, budget: TokenBudget
-) -> tuple[list[tuple[int, Admission]], bool]:
+def admissible(worker: LLMWorkerVLLMV1, budget: TokenBudget) -> Iterator[tuple[int, Admission]]:
     """The waiting requests that can be admitted now, with their places, in vLLM's order.
 
-    Returns:
-        These; and whether the first is the one that vLLM looks at: a head that does not fit ends
-        vLLM's scan.
+    The head has place 0: it is the one that vLLM looks at, and one that does not fit ends its scan.
     """
-    waiting = [
+    waiting = (
         request
         for request in worker.waiting_requests.window(worker.window_size)
         if request.phase is not RequestPhase.FETCH_KVC
-    ]
-    looked_at = (
-        (place, admission(worker, request, budget)) for place, request in enumerate(waiting)
     )
-    found = [(place, fit) for place, fit in looked_at if fit is not None]
-    return found, bool(found) and found[0][0] == 0
+    for place, request in enumerate(waiting):
+        fit = admission(worker, request, budget)
+        if fit is not None:
+            yield place, fit

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,11 +15,10 @@ from opal_gym.sim.decision import STOP, DecisionKind
 from opal_gym.sim.questions import (
     Question,
     Running,
-    _chunk_table,
-    _first_half_then,
-    _preempt_table,
-    _question,
-    _request_features,
+    chunk_question_of,
+    first_half_then,
+    preempt_table,
+    request_features,
 )
 from opal_gym.sim.table import (
     DELIVERED,
@@ -48,9 +49,7 @@ def chunk_question(worker: LLMWorkerVLLMV1) -> Question[int] | None:
         return None
     if not waits and rest <= budgets[-1]:
         return None
-    return _question(
-        worker, DecisionKind.CHUNK, budgets, table=lambda: _chunk_table(worker), baseline=0
-    )
+    return chunk_question_of(worker)
 
 
 def preempt_question(worker: LLMWorkerVLLMV1) -> Question[V1Request]:
@@ -60,17 +59,20 @@ def preempt_question(worker: LLMWorkerVLLMV1) -> Question[V1Request]:
     left, which never takes the first of `running`, or the most urgent, from the others.
     """
     first, *others = worker.victims()
-    options = _first_half_then(
-        [first, *(request for request in others if request.may_be_preempted)],
-        worker.max_candidates,
-        lambda request: -request.predicted_remaining,
-    )
-    return _question(
+
+    def candidates() -> Sequence[V1Request]:
+        return first_half_then(
+            [first, *(request for request in others if request.may_be_preempted)],
+            worker.max_candidates,
+            lambda request: -request.predicted_remaining,
+        )
+
+    return Question(
         worker,
         DecisionKind.PREEMPT,
-        options,
-        table=lambda: _preempt_table(worker, _running(worker, options)),
-        baseline=0,
+        first,
+        candidates,
+        lambda victims: preempt_table(worker, _running(worker, victims)),
     )
 
 
@@ -85,29 +87,33 @@ def admit_question(worker: LLMWorkerVLLMV1, budget: TokenBudget) -> Question[Adm
 
     The baseline is vLLM's head, or STOP where that one does not fit.
     """
-    found, head_fits = admissible(worker, budget)
-    if not found:
+    found = admissible(worker, budget)
+    place, first = next(found, (0, None))
+    if first is None:
         return None
-    chosen = sorted(
-        _first_half_then(found, worker.max_candidates, lambda fit: fit[1].request.kv_area),
-        key=lambda fit: fit[0],
-    )
-    options = [fit for _, fit in chosen]
-    stop_allowed = bool(worker.batch) or worker.in_flight > 0
-    return _question(
+
+    def candidates() -> list[Admission]:
+        chosen = first_half_then(
+            [(place, first), *found], worker.max_candidates, lambda fit: fit[1].request.kv_area
+        )
+        return [fit for _, fit in sorted(chosen, key=itemgetter(0))]
+
+    stop_allowed = worker.in_flight > 0 or len(worker.batch) > 0
+    return Question(
         worker,
         DecisionKind.ADMIT,
-        options,
-        table=lambda: _admit_table(worker, options),
-        baseline=0 if head_fits or not stop_allowed else STOP,
+        first,
+        candidates,
+        partial(_admit_table, worker),
+        baseline=0 if place == 0 or not stop_allowed else STOP,
         stop_allowed=stop_allowed,
     )
 
 
-def _admit_table(worker: LLMWorkerVLLMV1, options: list[Admission]) -> CandidateTable:
+def _admit_table(worker: LLMWorkerVLLMV1, options: Sequence[Admission]) -> CandidateTable:
     requests = [option.request for option in options]
     data = worker.table.data.take([request.row for request in requests], axis=0)
-    values, pool = _request_features(worker, data), worker.pool.total
+    values, pool = request_features(worker, data), worker.pool.total
     computed = _column([option.computed for option in options])
     known = _column([request.known_tokens for request in requests])
     values[:, PROMPT_REMAINING] = known - computed
