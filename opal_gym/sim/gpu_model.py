@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
@@ -388,8 +388,6 @@ class CalibratedGPUModel(GPUModel):
             step_overhead_s = default_step_overhead_s(tp)
         flops_per_s = tflops * TERA * tp
         linear_flops_per_s = constants.mfu_linear * flops_per_s
-        self._q = constants.q
-        self._inverse_q = 1 / constants.q
         self._token_s = 2 * model.layer_weights / linear_flops_per_s
         self._head_s = 2 * model.hidden * model.vocab / linear_flops_per_s
         bytes_per_s = mem_bw_TBps * TERA * tp
@@ -400,7 +398,14 @@ class CalibratedGPUModel(GPUModel):
         def weights_s_to_q(tokens: int) -> float:
             return float((model.forward_bytes(tokens) / weight_bytes_per_s) ** constants.q)
 
-        self._weights_s_to_q = weights_s_to_q
+        # What a step costs whatever its contexts: decodes alone, over and over.
+        @lru_cache(1 << 14)
+        def context_free_s(tokens: int, num_seqs: int) -> float:
+            linear_s = self._token_s * tokens + self._head_s * num_seqs
+            fused_s: float = (linear_s**constants.q + weights_s_to_q(tokens)) ** (1 / constants.q)
+            return fused_s + self._fixed_s + self._comm_token_s * tokens
+
+        self._context_free_s = context_free_s
         # Half of a query-key pair's FLOPs, to count c * p + c**2 / 2 in whole numbers.
         half_pair_flops = 2 * model.layers * model.heads * model.head_dim
         self._half_pair_s = half_pair_flops / (constants.mfu_attention * flops_per_s)
@@ -417,11 +422,8 @@ class CalibratedGPUModel(GPUModel):
             tokens += c
             # Without chunks this stays a number, which spares operations on arrays of zeros.
             half_pairs += c * (2 * p + c) + step * (2 * c * c)
-        num_seqs = len(chunks) + num_decodes
-        linear_s = self._token_s * tokens + self._head_s * num_seqs
-        fused_s = (linear_s**self._q + self._weights_s_to_q(tokens)) ** self._inverse_q
         return (
-            (fused_s + self._fixed_s + self._comm_token_s * tokens)
+            self._context_free_s(tokens, len(chunks) + num_decodes)
             + self._half_pair_s * half_pairs
             + self._context_s * (decode_context + step * num_decodes)
         )

@@ -217,7 +217,8 @@ class Simulation:
         for request in self.workload:
             if math.isinf(request.arrival_time):
                 return
-            yield self.env.at(request.arrival_time)
+            if request.arrival_time > self.env.now:  # those of one instant share its event
+                yield self.env.at(request.arrival_time)
             self.router.route(request)
 
     def _follow_up(self, request: LLMRequest) -> None:

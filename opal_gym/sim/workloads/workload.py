@@ -14,6 +14,9 @@ from opal_gym.sim.request import DEFAULT_TENANT, LLMRequest, Tenant
 if TYPE_CHECKING:
     from opal_gym.config import LengthInformation
 
+ROWS_AT_ONCE = 1024
+"""Rows whose requests are made together."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -55,7 +58,8 @@ class Workload:
 
     def __iter__(self) -> Iterator[LLMRequest]:
         """Fresh requests, in order of arrival."""
-        return (self.request(row) for row in range(len(self)))
+        for begin in range(0, len(self), ROWS_AT_ONCE):
+            yield from self.requests(slice(begin, begin + ROWS_AT_ONCE))
 
     def with_length_information(self, length_information: LengthInformation) -> Workload:
         """The same requests, with what schedulers may see of their output lengths.
@@ -78,13 +82,21 @@ class Workload:
 
     def request(self, row: int) -> LLMRequest:
         """A fresh request from row `row`, which is also its id."""
-        return LLMRequest(
-            request_id=row,
-            arrival_time=float(self.arrival_time[row]),
-            prompt_tokens=int(self.prompt_tokens[row]),
-            output_tokens=int(self.output_tokens[row]),
-            predicted_output_tokens=int(self.predicted_output_tokens[row]),
-            tenant=self.tenants[self.tenant[row]],
-            priority=int(self.priority[row]),
-            hash_ids=self.hash_ids[row] if self.hash_ids else (),
+        (request,) = self.requests(slice(row, row + 1))
+        return request
+
+    def requests(self, rows: slice) -> Iterator[LLMRequest]:
+        """Fresh requests from the rows `rows`; a row's number is also its request's id."""
+        ids = range(len(self))[rows]
+        return map(
+            LLMRequest,
+            ids,
+            # Python's numbers at once: element by element they cost several times as much.
+            self.arrival_time[rows].tolist(),
+            self.prompt_tokens[rows].tolist(),
+            self.output_tokens[rows].tolist(),
+            self.predicted_output_tokens[rows].tolist(),
+            [self.tenants[tenant] for tenant in self.tenant[rows].tolist()],
+            self.priority[rows].tolist(),
+            self.hash_ids[rows] if self.hash_ids else [()] * len(ids),
         )
