@@ -24,12 +24,12 @@ setup: $(BASE)
 $(BASE): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "opal-gym needs Python >= 3.10")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) -e .
+	$(PIP_INSTALL) -e '.[report]'
 	@touch $@
 
 # constraints.txt names the release of PyTorch.
 $(FULL): $(BASE) constraints.txt
-	$(PIP_INSTALL) -e '.[train,dev]'
+	$(PIP_INSTALL) -e '.[docs,render,report,train,dev]'
 	@touch $@
 
 evaluate: $(BASE)
